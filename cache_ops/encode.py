@@ -1,0 +1,33 @@
+"""A chunk's keys and values by one forward pass over the whole chunk."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from cache_ops.hf import decoder
+
+
+@torch.no_grad()
+def encode_chunk(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
+    """Encodes a chunk alone, from position 0, without the prompt in view.
+
+    Args:
+        model: a supported causal LM with an ordinary attention (sdpa, eager, flash).
+        token_ids: the chunk's tokens, or those of the static prompt; at least one.
+
+    Returns:
+        kv_TL2HD: token-major keys (index 0, after RoPE at chunk positions) and values (index 1),
+        in the model's dtype and on its device: one nugget is one contiguous range.
+    """
+    input_ids = torch.tensor([list(token_ids)], device=model.device)
+    positions = torch.arange(len(token_ids), device=model.device)[None]
+    cache = DynamicCache()
+    decoder(model)(
+        input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True
+    )
+    layers = [
+        torch.stack((layer.keys[0], layer.values[0])).permute(2, 0, 1, 3) for layer in cache.layers
+    ]
+    return torch.stack(layers, dim=1)

@@ -1,0 +1,187 @@
+"""Many plans in one row without padding.
+
+A packed row holds first the *segments* (the prompt and every distinct chunk of the micro-batch,
+each at its own positions from 0), then for each example its own tokens (question and answer, at
+the positions that follow its prefix). A segment is cut after the last token that a plan uses:
+attention inside it is causal, so later tokens change nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from cache_ops.plan import PrefixPlan
+from cache_ops.rope import Rope
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question: its prefix, its query tokens and the answer tokens to be learned."""
+
+    plan: PrefixPlan
+    query_ids: Sequence[int]
+    answer_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """What the attention must know of a packed row; passed to the model as `packed=`."""
+
+    segment_lengths: tuple[int, ...]
+    own_lengths: tuple[int, ...]
+    prefix_lengths: tuple[int, ...]
+    prefix_rows_P: Tensor
+    """Rows of the sliced prefix tokens, all examples one after the other."""
+    cosine_PD: Tensor
+    sine_PD: Tensor
+    """The rotation of each sliced key to its new position, fp32."""
+    visible: tuple[Tensor, ...]
+    """For each example [own tokens, prefix + own tokens]: key position <= query position."""
+    detach_context: bool
+    """No gradient flows from an answer into the encoding of its prefix."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same layout with its tensors on `device`."""
+        return replace(
+            self,
+            prefix_rows_P=self.prefix_rows_P.to(device),
+            cosine_PD=self.cosine_PD.to(device),
+            sine_PD=self.sine_PD.to(device),
+            visible=tuple(mask.to(device) for mask in self.visible),
+        )
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A micro-batch as one row of T tokens, of which A predict an answer token."""
+
+    input_ids: Tensor
+    """[1, T]"""
+    position_ids: Tensor
+    """[1, T]"""
+    layout: PackedLayout
+    answer_rows_A: Tensor
+    """Rows whose logits predict `labels_A`: each stands one before its answer token."""
+    labels_A: Tensor
+    examples_A: Tensor
+    """The example that each answer token belongs to."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row; none is padding."""
+        return self.input_ids.shape[1]
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch with its tensors on `device`."""
+        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        return type(self)(**moved)
+
+    def model_inputs(self) -> dict[str, object]:
+        """Keyword arguments of a causal LM's forward; its logits come as [1, A, vocabulary]."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "packed": self.layout,
+            "logits_to_keep": self.answer_rows_A,
+            "use_cache": False,
+        }
+
+
+def pack(
+    examples: Sequence[Example],
+    chunk_ids: Mapping[str, Sequence[int]],
+    rope: Rope,
+    *,
+    detach_context: bool = False,
+) -> PackedBatch:
+    """Packs examples into one row; a chunk used by several of them is encoded once.
+
+    Args:
+        examples: at least one, each with query tokens (the last predicts the first answer token).
+        chunk_ids: chunk key to token ids, for every chunk of every plan, the prompt included.
+        rope: the model's RoPE.
+        detach_context: stop gradients at the sliced keys and values.
+
+    Raises:
+        ValueError: no examples, an example without query tokens, or a plan beyond its chunk's end.
+    """
+    if not examples:
+        raise ValueError("a packed batch needs at least one example")
+    if any(not example.query_ids for example in examples):
+        raise ValueError("every example needs query tokens, from which the answer is predicted")
+    used_tokens = _used_tokens(examples, chunk_ids)
+
+    row_ids: list[int] = []
+    positions: list[Tensor] = []
+    first_row: dict[str, int] = {}
+    for chunk, length in used_tokens.items():
+        first_row[chunk] = len(row_ids)
+        row_ids.extend(chunk_ids[chunk][:length])
+        positions.append(torch.arange(length))
+
+    prefix_rows, deltas, visible = [], [], []
+    answer_rows: list[int] = []
+    labels: list[int] = []
+    answer_examples: list[int] = []
+    for number, example in enumerate(examples):
+        pieces = example.plan.slices
+        lengths = torch.tensor([piece.end - piece.start for piece in pieces], dtype=torch.long)
+        prefix_rows += [
+            torch.arange(piece.start, piece.end) + first_row[piece.chunk] for piece in pieces
+        ]
+        delta = torch.tensor([piece.delta for piece in pieces], dtype=torch.long)
+        deltas.append(delta.repeat_interleave(lengths))
+        prefix_positions = [
+            torch.arange(piece.end - piece.start) + piece.position for piece in pieces
+        ]
+
+        own_ids = [*example.query_ids, *example.answer_ids]
+        own_positions = torch.arange(len(own_ids)) + example.plan.length
+        key_positions = torch.cat([*prefix_positions, own_positions])
+        visible.append(key_positions[None, :] <= own_positions[:, None])
+
+        first_answer_row = len(row_ids) + len(example.query_ids) - 1
+        answer_rows.extend(range(first_answer_row, first_answer_row + len(example.answer_ids)))
+        labels.extend(example.answer_ids)
+        answer_examples.extend([number] * len(example.answer_ids))
+        row_ids.extend(own_ids)
+        positions.append(own_positions)
+
+    cosine_PD, sine_PD = rope.tables(torch.cat(deltas))
+    layout = PackedLayout(
+        segment_lengths=tuple(used_tokens.values()),
+        own_lengths=tuple(mask.shape[0] for mask in visible),
+        prefix_lengths=tuple(example.plan.tokens for example in examples),
+        prefix_rows_P=torch.cat([torch.empty(0, dtype=torch.long), *prefix_rows]),
+        cosine_PD=cosine_PD,
+        sine_PD=sine_PD,
+        visible=tuple(visible),
+        detach_context=detach_context,
+    )
+    return PackedBatch(
+        input_ids=torch.tensor([row_ids]),
+        position_ids=torch.cat(positions)[None],
+        layout=layout,
+        answer_rows_A=torch.tensor(answer_rows, dtype=torch.long),
+        labels_A=torch.tensor(labels, dtype=torch.long),
+        examples_A=torch.tensor(answer_examples, dtype=torch.long),
+    )
+
+
+def _used_tokens(
+    examples: Sequence[Example], chunk_ids: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
+    """For each chunk of the batch, in order of first use, one past its last used token."""
+    used: dict[str, int] = {}
+    for example in examples:
+        for piece in example.plan.slices:
+            if piece.end > len(chunk_ids[piece.chunk]):
+                raise ValueError(
+                    f"slice [{piece.start}, {piece.end}) is beyond the {len(chunk_ids[piece.chunk])}"
+                    f" tokens of chunk {piece.chunk!r}"
+                )
+            used[piece.chunk] = max(used.get(piece.chunk, 0), piece.end)
+    return used

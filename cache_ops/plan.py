@@ -1,0 +1,125 @@
+"""Which chunk tokens form a prefix, in which order, and at which positions.
+
+One `PrefixPlan` is consumed by the packed training pass (`packing`) and by serving (`assemble`).
+Slices follow the prompt without gaps, as in the CoinRAG paper's section on RoPE rotation and
+contiguous assembly: slice i starts where slice i-1 ended.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+PROMPT = "<prompt>"
+"""The chunk key of the static prompt, which every prefix starts with."""
+
+Order = Literal["rank_then_document", "score"]
+Overlap = Literal["merge", "keep"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `[start, end)` of a chunk, in the chunk's own token positions."""
+
+    chunk: str
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(
+                f"span [{self.start}, {self.end}) of chunk {self.chunk!r} is empty or negative"
+            )
+
+
+@dataclass(frozen=True)
+class Slice(Span):
+    """A span placed in a prefix: its first token sits at `position`."""
+
+    position: int
+
+    @property
+    def delta(self) -> int:
+        """Positions by which the span's keys are rotated."""
+        return self.position - self.start
+
+
+@dataclass(frozen=True)
+class PrefixPlan:
+    """The slices of a prefix, prompt first, in the order in which their keys are laid out."""
+
+    slices: tuple[Slice, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Prefix tokens, the prompt included: the field's "active tokens"."""
+        return sum(piece.end - piece.start for piece in self.slices)
+
+    @property
+    def length(self) -> int:
+        """The position of the first query token: one past the last prefix position."""
+        return max((piece.position + piece.end - piece.start for piece in self.slices), default=0)
+
+
+def plan_prefix(
+    spans: Sequence[Span],
+    *,
+    prompt_length: int,
+    chunk_ranks: Sequence[str],
+    order: Order = "rank_then_document",
+    overlap: Overlap = "merge",
+) -> PrefixPlan:
+    """Lays the prompt and the spans side by side.
+
+    Args:
+        spans: the selected spans, best score first.
+        prompt_length: tokens of the static prompt; 0 leaves it out.
+        chunk_ranks: chunk keys, best retrieved first; holds every span's chunk.
+        order: `rank_then_document` sorts by chunk rank, then by place in the chunk; `score` keeps
+            the order of `spans`.
+        overlap: `merge` joins overlapping and touching spans of a chunk, so that no token stands
+            twice (under `score` the joined span takes the place of its best part); `keep` leaves
+            the spans as they are.
+
+    Raises:
+        ValueError: a span's chunk is not among `chunk_ranks`, or a choice is unknown.
+    """
+    ranks = {chunk: rank for rank, chunk in enumerate(chunk_ranks)}
+    if unknown := [span.chunk for span in spans if span.chunk not in ranks]:
+        raise ValueError(f"spans of chunks that were not retrieved: {unknown}")
+    if order not in ("rank_then_document", "score"):
+        raise ValueError(f"order is {order!r}; choose rank_then_document or score")
+    if overlap not in ("merge", "keep"):
+        raise ValueError(f"overlap is {overlap!r}; choose merge or keep")
+
+    ordered = merge_spans(spans) if overlap == "merge" else list(spans)
+    if order == "rank_then_document":
+        ordered.sort(key=lambda span: (ranks[span.chunk], span.start, span.end))
+
+    slices = [Slice(PROMPT, 0, prompt_length, 0)] if prompt_length else []
+    position = prompt_length
+    for span in ordered:
+        slices.append(Slice(span.chunk, span.start, span.end, position))
+        position += span.end - span.start
+    return PrefixPlan(tuple(slices))
+
+
+def merge_spans(spans: Sequence[Span]) -> list[Span]:
+    """Joins overlapping and touching spans of the same chunk.
+
+    The result is disjoint and covers the same tokens; a joined span stands where the first of its
+    parts stood in `spans`.
+    """
+    by_place = sorted(
+        enumerate(spans), key=lambda item: (item[1].chunk, item[1].start, item[1].end)
+    )
+    merged: list[tuple[int, Span]] = []
+    for index, span in by_place:
+        if merged and merged[-1][1].chunk == span.chunk and span.start <= merged[-1][1].end:
+            first, last = merged[-1]
+            merged[-1] = (
+                min(first, index),
+                Span(span.chunk, last.start, max(last.end, span.end)),
+            )
+        else:
+            merged.append((index, span))
+    return [span for _, span in sorted(merged, key=lambda item: item[0])]

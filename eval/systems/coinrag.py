@@ -1,0 +1,31 @@
+"""CoinRAG: the best nuggets of the best chunks, sliced from cached chunks and rotated."""
+
+from cache_ops.plan import Span, plan_prefix
+from data_builders.prompt import PromptTemplate
+from data_builders.retrieval import select_nuggets
+from eval.systems.interface import Question, Request, Width
+from recipes.schema import RetrievalConfig
+
+
+def request(
+    question: Question, width: Width, template: PromptTemplate, retrieval: RetrievalConfig
+) -> Request:
+    """The width's nuggets from the scores in the table; only the query is computed online."""
+    assert width.k is not None, "CoinRAG needs a number of nuggets"
+    chunks = question.chunks[: width.k_c]
+    selected = select_nuggets(
+        question.nugget_scores[: width.k_c], [chunk.nuggets for chunk in chunks], width.k
+    )
+    plan = plan_prefix(
+        [Span(chunks[c].chunk_id, *chunks[c].nuggets[n]) for c, n in selected],
+        prompt_length=len(template.prompt_ids),
+        chunk_ranks=[chunk.chunk_id for chunk in chunks],
+        order=retrieval.order,
+        overlap=retrieval.overlap,
+    )
+    return Request(
+        plan=plan,
+        online_ids=template.query_ids(question.question),
+        active_tokens=plan.tokens,
+        evidence=[chunks[c].nugget_texts[n] for c, n in selected],
+    )

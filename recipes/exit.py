@@ -1,0 +1,57 @@
+"""How every command ends: 0, 2 (the user's mistake), 130 (interrupted) or 1 (ours)."""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from recipes.errors import UserError
+
+OK, OURS, USERS, INTERRUPTED = 0, 1, 2, 130
+# A launcher of several processes hides their exit status; they leave it in this file.
+STATUS_FILE_VARIABLE = "COINRAG_STATUS_FILE"
+
+
+class Ending(NamedTuple):
+    """How a command ended: its exit status and, unless it went well, why."""
+
+    status: int
+    message: str = ""
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether the user can fix `error`: a UserError, or any with `is_user_error = True`."""
+    return isinstance(error, UserError) or getattr(error, "is_user_error", False) is True
+
+
+def run(function: Callable[[], object]) -> Ending:
+    """Call `function`; report what it raises on stderr and say how it ended.
+
+    The user's mistake is one message without a traceback, an interruption one line, anything else
+    a traceback. `SystemExit` passes through.
+    """
+    try:
+        function()
+    except KeyboardInterrupt:
+        ending = Ending(INTERRUPTED, "interrupted")
+        print("interrupted", file=sys.stderr)
+    except Exception as error:
+        ending = Ending(USERS if is_users(error) else OURS, str(error) or type(error).__name__)
+        if ending.status == OURS:
+            traceback.print_exc()
+        else:
+            print(f"error: {error}", file=sys.stderr)
+    else:
+        ending = Ending(OK)
+    status_file = os.environ.get(STATUS_FILE_VARIABLE)
+    if status_file and ending.status != OK:
+        Path(status_file).write_text(json.dumps(ending._asdict()), encoding="utf-8")
+    return ending
+
+
+def run_main(function: Callable[[], object]) -> int:
+    """`run` for a script: `sys.exit(run_main(main))`."""
+    return run(function).status

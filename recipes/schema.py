@@ -1,0 +1,235 @@
+"""The public configuration: one frozen model a section, every option typed, checked and read.
+
+Counts are in the unit their name ends with (tokens, samples, steps); `k_c` counts chunks and `k`
+nuggets. Unknown keys are refused. `recipes.resolve` builds a `Recipe` from YAML and the command
+line; nothing else should.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+Text = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+
+# LongBench's multi-hop prompt, split where the passages go.
+_INSTRUCTION = (
+    "Answer the question based on the given passages. "
+    "Only give me the answer and do not output any other words."
+)
+BEFORE_PASSAGES = f"{_INSTRUCTION}\n\nThe following are given passages.\n"
+AFTER_PASSAGES = f"\n\n{_INSTRUCTION}\n\nQuestion: {{question}}\nAnswer:"
+
+
+def mistake(message: str, *, involves: str = "") -> PydanticCustomError:
+    """A cross-check's error; `involves` is the dotted path of the other option at fault."""
+    # The message travels as a value, so braces in it are not taken for placeholders.
+    return PydanticCustomError("cross_check", "{text}", {"text": message, "involves": involves})
+
+
+def _refuse_repeats(values: Sequence[str]) -> None:
+    repeated = [value for value, count in Counter(values).items() if count > 1]
+    if repeated:
+        raise mistake(f"expected each entry once, got {repeated[0]!r} again")
+
+
+class Section(BaseModel):
+    """What all sections share: immutable, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    path: Text
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class DataConfig(Section):
+    format: Literal["ircot"] = "ircot"
+    train: Annotated[list[Text], Field(min_length=1)]
+    dev: Annotated[list[Text], Field(min_length=1)]
+    train_rows_per_file: Positive | None = None
+    dev_rows_per_file: Positive | None = None
+    chunk_tokens: Positive = 512
+    built_root: Text = "built"
+
+    @field_validator("train", "dev")
+    @classmethod
+    def _each_file_once(cls, files: list[str]) -> list[str]:
+        _refuse_repeats(files)
+        return files
+
+    @field_validator("dev")
+    @classmethod
+    def _no_shared_file(cls, dev: list[str], info: ValidationInfo) -> list[str]:
+        shared = [path for path in dev if path in info.data.get("train", [])]
+        if shared:
+            raise mistake(f"{shared[0]!r} is a training file too", involves="data.train")
+        return dev
+
+
+class NuggetsConfig(Section):
+    extractor: Literal["rules"] = "rules"
+    # Similarity from which a fuzzy match is taken; null: exact matches only.
+    fuzzy_threshold: Fraction | None = 0.7
+
+
+class RetrievalConfig(Section):
+    encoder: Text
+    encoder_kind: Literal["bge_m3", "flag_cls", "flag_mean"] = "bge_m3"
+    k_c: Positive = 5
+    k: Positive = 10
+    order: Literal["rank_then_document", "score"] = "rank_then_document"
+    overlap: Literal["merge", "keep"] = "merge"
+    batch_size: Positive = 32
+    device: str = "cpu"
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+            raise mistake(f"expected cpu, mps, cuda or cuda:N, got {device!r}")
+        return device
+
+
+class RaftConfig(Section):
+    noise_probability: Fraction = 0.15
+
+
+class PromptConfig(Section):
+    system: str | None = None
+    before_passages: str = BEFORE_PASSAGES
+    after_passages: str = AFTER_PASSAGES
+
+    @field_validator("after_passages")
+    @classmethod
+    def _one_question(cls, text: str) -> str:
+        count = text.count("{question}")
+        if count != 1:
+            raise mistake(f"expected {{question}} exactly once, found it {count} times")
+        return text
+
+    @field_validator("system", "before_passages")
+    @classmethod
+    def _static(cls, text: str | None) -> str | None:
+        if text is not None and "{question}" in text:
+            raise mistake("{question} belongs in prompt.after_passages: this part is cached")
+        return text
+
+
+class ContextConfig(Section):
+    gradient: Literal["full", "detach"] = "full"
+
+
+class LoraConfig(Section):
+    rank: Positive = 16
+    alpha: Positive = 32
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    target_modules: Annotated[list[Text], Field(min_length=1)] = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+
+
+class WandbConfig(Section):
+    project: Text
+    mode: Literal["online", "offline"] = "offline"
+
+
+class TrainConfig(Section):
+    tuning: Literal["full", "lora"] = "full"
+    lora: LoraConfig = LoraConfig()
+    learning_rate: Annotated[float, Field(gt=0.0)] = 5e-6
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    warmup_fraction: Fraction = 0.03
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    epochs: Positive = 1
+    max_steps: Positive | None = None
+    # Samples of one optimizer step: over micro-batches, accumulation and all ranks together.
+    effective_batch_samples: Positive = 16
+    micro_batch_samples: Positive = 4
+    max_length_tokens: Positive = 1024
+    gradient_checkpointing: bool = False
+    mixed_precision: Literal["no", "bf16"] = "no"
+    log_every_steps: Positive = 1
+    save_every_steps: Positive | None = None
+    resume: bool = False
+    run_folder: Text
+    wandb: WandbConfig | None = None
+
+    @field_validator("micro_batch_samples")
+    @classmethod
+    def _divides_effective_batch(cls, micro: int, info: ValidationInfo) -> int:
+        effective = info.data.get("effective_batch_samples", micro)
+        if effective % micro:
+            raise mistake(
+                f"expected a divisor of train.effective_batch_samples ({effective}), got {micro}",
+                involves="train.effective_batch_samples",
+            )
+        return micro
+
+
+class WidthConfig(Section):
+    k_c: Positive
+    k: Positive
+
+
+class EvalConfig(Section):
+    systems: Annotated[
+        list[Literal["standard_rag", "turborag", "coinrag"]], Field(min_length=1)
+    ] = ["standard_rag", "turborag", "coinrag"]
+    checkpoints: Annotated[list[Literal["base", "fine_tuned"]], Field(min_length=1)] = [
+        "base",
+        "fine_tuned",
+    ]
+    # Empty: the one width of the retrieval section.
+    widths: list[WidthConfig] = []
+    max_new_tokens: Positive = 32
+    bootstrap_resamples: Positive = 10000
+    warmup_questions: Natural = 3
+    # null: the folder `compare` inside train.run_folder.
+    output: Text | None = None
+
+    @field_validator("systems", "checkpoints")
+    @classmethod
+    def _each_once(cls, names: list[str]) -> list[str]:
+        _refuse_repeats(names)
+        return names
+
+
+class Recipe(Section):
+    """Everything one run needs; the sections are described in the shipped YAML recipes."""
+
+    name: Text
+    seed: Natural = 0
+    model: ModelConfig
+    data: DataConfig
+    nuggets: NuggetsConfig = NuggetsConfig()
+    retrieval: RetrievalConfig
+    raft: RaftConfig = RaftConfig()
+    prompt: PromptConfig = PromptConfig()
+    context: ContextConfig = ContextConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+
+    @field_validator("eval")
+    @classmethod
+    def _widths_within_retrieval(cls, section: EvalConfig, info: ValidationInfo) -> EvalConfig:
+        # Built tables hold the top retrieval.k_c chunks of a question and no more.
+        retrieval = info.data.get("retrieval")
+        widest = max((width.k_c for width in section.widths), default=0)
+        if retrieval is not None and widest > retrieval.k_c:
+            raise mistake(
+                f"eval.widths: expected k_c of at most retrieval.k_c ({retrieval.k_c}), "
+                f"got {widest}",
+                involves="eval.widths",
+            )
+        return section
