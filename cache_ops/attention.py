@@ -6,6 +6,7 @@ their new positions, and to themselves; visibility there is decided by positions
 code is not touched, and nothing passes through a cache, so gradient checkpointing is safe.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,14 +48,27 @@ def packed_attention(
             "this model takes packed batches only (PackedBatch.model_inputs()); "
             "call set_attn_implementation('sdpa') to use it otherwise"
         )
-    context_tokens = sum(packed.segment_lengths)
-    lengths = [context_tokens, *packed.own_lengths]
-    context_key, *own_keys = key_1HTD.split(lengths, dim=2)
-    context_value, *own_values = value_1HTD.split(lengths, dim=2)
-    context_query, *own_queries = query_1QTD.split(lengths, dim=2)
+    segments, examples = len(packed.segment_lengths), len(packed.own_lengths)
+    lengths = packed.segment_lengths + packed.own_lengths
+    queries = _split_tokens(query_1QTD, lengths)
+    keys = _split_tokens(key_1HTD, lengths)
+    values = _split_tokens(value_1HTD, lengths)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return scaled_dot_product_attention(
+    prefix_key_1HPD = key_1HTD.index_select(2, packed.prefix_rows_P)
+    prefix_value_1HPD = value_1HTD.index_select(2, packed.prefix_rows_P)
+    if packed.detach_context:
+        prefix_key_1HPD, prefix_value_1HPD = prefix_key_1HPD.detach(), prefix_value_1HPD.detach()
+    prefix_key_1HPD = rotate(prefix_key_1HPD, packed.cosine_PD, packed.sine_PD)
+    prefix_keys = _split_tokens(prefix_key_1HPD, packed.prefix_lengths)
+    prefix_values = _split_tokens(prefix_value_1HPD, packed.prefix_lengths)
+
+    for number in range(examples):
+        own = segments + number
+        keys[own] = torch.cat((prefix_keys[number], keys[own]), dim=2)
+        values[own] = torch.cat((prefix_values[number], values[own]), dim=2)
+    masks = [None] * segments + list(packed.visible)
+    outputs = [
+        scaled_dot_product_attention(
             query,
             key,
             value,
@@ -63,37 +77,21 @@ def packed_attention(
             dropout_p=dropout,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
-        )
-
-    segments = packed.segment_lengths
-    outputs = [
-        attend(query, key, value, None)
-        for query, key, value in zip(
-            context_query.split(segments, dim=2),
-            context_key.split(segments, dim=2),
-            context_value.split(segments, dim=2),
-            strict=True,
-        )
+        ).transpose(1, 2)
+        for query, key, value, mask in zip(queries, keys, values, masks, strict=True)
     ]
+    return torch.cat(outputs, dim=1), None
 
-    prefix_key = context_key.index_select(2, packed.prefix_rows_P)
-    prefix_value = context_value.index_select(2, packed.prefix_rows_P)
-    if packed.detach_context:
-        prefix_key, prefix_value = prefix_key.detach(), prefix_value.detach()
-    prefix_key = rotate(prefix_key, packed.cosine_PD, packed.sine_PD)
-    outputs += [
-        attend(query, torch.cat((before, key), 2), torch.cat((before_value, value), 2), mask)
-        for query, before, key, before_value, value, mask in zip(
-            own_queries,
-            prefix_key.split(packed.prefix_lengths, dim=2),
-            own_keys,
-            prefix_value.split(packed.prefix_lengths, dim=2),
-            own_values,
-            packed.visible,
-            strict=True,
-        )
+
+def _split_tokens(states_1HTD: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Splits along T in the token-major layout that projections leave.
+
+    The backward of a split is then one concatenation of contiguous pieces; that of slicing would
+    be a zero-fill and an addition of the whole tensor for every piece.
+    """
+    return [
+        piece.transpose(1, 2) for piece in states_1HTD.transpose(1, 2).split(list(lengths), dim=1)
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

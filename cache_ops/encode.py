@@ -1,6 +1,7 @@
 """A chunk's keys and values by one forward pass over the whole chunk."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ def encode_chunk(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     decoder(model)(
         input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True
     )
-    layers = [
-        torch.stack((layer.keys[0], layer.values[0])).permute(2, 0, 1, 3) for layer in cache.layers
-    ]
+    filled: list[Any] = cache.layers
+    layers = [torch.stack((layer.keys[0], layer.values[0])).permute(2, 0, 1, 3) for layer in filled]
     return torch.stack(layers, dim=1)

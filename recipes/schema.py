@@ -27,10 +27,15 @@ BEFORE_PASSAGES = f"{_INSTRUCTION}\n\nThe following are given passages.\n"
 AFTER_PASSAGES = f"\n\n{_INSTRUCTION}\n\nQuestion: {{question}}\nAnswer:"
 
 
-def mistake(message: str, *, involves: str = "") -> PydanticCustomError:
-    """A cross-check's error; `involves` is the dotted path of the other option at fault."""
+def mistake(message: str, *, at: str = "", involves: str = "") -> PydanticCustomError:
+    """A cross-check's error.
+
+    `at` is the dotted path of the option at fault when it is not the validated field itself, and
+    `involves` that of another option which may be at fault in its place.
+    """
     # The message travels as a value, so braces in it are not taken for placeholders.
-    return PydanticCustomError("cross_check", "{text}", {"text": message, "involves": involves})
+    context = {"text": message, "at": at, "involves": involves}
+    return PydanticCustomError("cross_check", "{text}", context)
 
 
 def _refuse_repeats(values: Sequence[str]) -> None:
@@ -228,8 +233,7 @@ class Recipe(Section):
         widest = max((width.k_c for width in section.widths), default=0)
         if retrieval is not None and widest > retrieval.k_c:
             raise mistake(
-                f"eval.widths: expected k_c of at most retrieval.k_c ({retrieval.k_c}), "
-                f"got {widest}",
-                involves="eval.widths",
+                f"expected k_c of at most retrieval.k_c ({retrieval.k_c}), got {widest}",
+                at="eval.widths",
             )
         return section

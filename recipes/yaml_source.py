@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     line: int
 
 
-class YamlMistakes(ValueError):
+class YamlSourceError(ValueError):
     """Mistakes in one YAML text, each as (line or None, message)."""
 
     def __init__(self, mistakes: list[tuple[int | None, str]]) -> None:
@@ -68,13 +68,13 @@ def read_mapping(text: str) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in `text`, and the line of each of its keys by dotted path.
 
     Raises:
-        YamlMistakes: bad syntax, equal keys, keys that are not text, tags, anchors, no mapping.
+        YamlSourceError: bad syntax, equal keys, keys that are not text, tags, anchors, no mapping.
     """
     value, lines = _read(text)
     if value is None:
         return {}, {}
     if not isinstance(value, dict):
-        raise YamlMistakes([(1, f"expected a mapping of sections, got {_kind(value)}")])
+        raise YamlSourceError([(1, f"expected a mapping of sections, got {_kind(value)}")])
     return value, lines
 
 
@@ -87,9 +87,11 @@ def _read(text: str) -> tuple[Any, dict[str, int]]:
     try:
         # The event pass comes first: a composed alias could be recursive.
         for event in yaml.parse(text, Loader=_Loader):
+            line = event.start_mark.line + 1 if event.start_mark else None
             if getattr(event, "anchor", None):
-                line = event.start_mark.line + 1
-                raise YamlMistakes([(line, "anchors and aliases (& and *) are not supported")])
+                raise YamlSourceError([(line, "anchors and aliases (& and *) are not supported")])
+            if getattr(event, "tag", None):
+                raise YamlSourceError([(line, "tags (!) are not supported")])
         loader = _Loader(text)
         node = loader.get_single_node()
         lines: dict[str, int] = {}
@@ -98,13 +100,15 @@ def _read(text: str) -> tuple[Any, dict[str, int]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = error.problem or error.context or "cannot be read"
-        raise YamlMistakes([(mark.line + 1 if mark else None, f"not YAML: {problem}")]) from error
-    except yaml.YAMLError as error:
-        raise YamlMistakes([(None, f"not YAML: {error}")]) from error
+        raise YamlSourceError(
+            [(mark.line + 1 if mark else None, f"not YAML: {problem}")]
+        ) from error
+    except (yaml.YAMLError, OverflowError) as error:
+        raise YamlSourceError([(None, f"not YAML: {error}")]) from error
     except RecursionError as error:
-        raise YamlMistakes([(None, "nested too deeply")]) from error
+        raise YamlSourceError([(None, "nested too deeply")]) from error
     if mistakes:
-        raise YamlMistakes(mistakes)
+        raise YamlSourceError(mistakes)
     return value, lines
 
 

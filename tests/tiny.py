@@ -42,12 +42,17 @@ ROPE_TYPES = {
 }
 
 
-def tiny_model(architecture: str = "qwen2", rope: str = "default", seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    architecture: str = "qwen2",
+    rope: str = "default",
+    seed: int = 0,
+    vocabulary: int = VOCABULARY,
+) -> PreTrainedModel:
     """Two layers, four query heads over two key-value heads, fp32, sdpa attention."""
     config_class, model_class, extra = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     config = config_class(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,

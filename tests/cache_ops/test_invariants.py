@@ -1,4 +1,4 @@
-"""Training equals serving: one packed pass gives what encode -> slice -> rotate -> forward gives."""
+"""Training equals serving: a packed pass = encode -> slice -> rotate -> forward with cache."""
 
 from collections.abc import Callable
 
@@ -39,9 +39,7 @@ def model_of() -> Callable[[str, str], PreTrainedModel]:
 def draw_batch(draw: st.DrawFn) -> tuple[list[Example], Chunks]:
     """One to three examples over shared chunks: empty plans, whole chunks, overlaps, one token."""
     tokens = st.integers(0, VOCABULARY - 1)
-    lengths = draw(
-        st.lists(st.one_of(st.integers(1, 40), st.just(512)), min_size=1, max_size=3)
-    )
+    lengths = draw(st.lists(st.one_of(st.integers(1, 40), st.just(512)), min_size=1, max_size=3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     chunks: Chunks = {
         f"chunk{i}": torch.randint(VOCABULARY, (length,), generator=generator).tolist()
@@ -122,9 +120,7 @@ def test_packed_pass_equals_serving(model_of, architecture, rope, batch) -> None
     rope_of_model = Rope.from_config(model.config)
     encoded = {key: encode_chunk(model, ids) for key, ids in chunks.items() if ids}
     with torch.no_grad():
-        for example, trained in zip(
-            examples, packed_logits(model, examples, chunks), strict=True
-        ):
+        for example, trained in zip(examples, packed_logits(model, examples, chunks), strict=True):
             cache = assemble(example.plan, encoded, rope_of_model)
             own = torch.tensor([[*example.query_ids, *example.answer_ids]])
             served = model(

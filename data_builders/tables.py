@@ -1,0 +1,117 @@
+"""The two built tables, *chunks* and *samples*, and how they are stored and read.
+
+Token spans are half-open and in the chunk's own tokens. Lists of one row that describe the same
+things (a chunk's nuggets, a sample's retrieved chunks) have the same length and order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+CHUNK_COLUMNS = {
+    "chunk_id": "string",
+    "title": "string",
+    "text": "string",
+    "token_ids": ["int32"],
+    "nugget_starts": ["int32"],
+    "nugget_ends": ["int32"],
+    "nugget_texts": ["string"],
+}
+SAMPLE_COLUMNS = {
+    "question_id": "string",
+    "dataset": "string",
+    "question": "string",
+    "answers": ["string"],
+    # The top k_c chunks in rank order, and a score for each nugget of each.
+    "chunk_ids": ["string"],
+    "chunk_scores": ["float32"],
+    "nugget_scores": [["float32"]],
+    # The top k nuggets, best first: an index into chunk_ids and a token span.
+    "span_chunks": ["int32"],
+    "span_starts": ["int32"],
+    "span_ends": ["int32"],
+    "gold_chunk_ids": ["string"],
+    "noised": "bool",
+    "answer_in_contexts": "bool",
+    "answer_in_spans": "bool",
+}
+Columns = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk with its nuggets' token spans and texts, in the order of the chunk."""
+
+    chunk_id: str
+    title: str
+    text: str
+    token_ids: list[int]
+    nuggets: list[tuple[int, int]]
+    nugget_texts: list[str]
+
+
+class Tables:
+    """Built data of one split, memory-mapped."""
+
+    def __init__(self, chunks: "Dataset", samples: "Dataset") -> None:
+        self.chunks = chunks
+        self.samples = samples
+        self._rows = {name: row for row, name in enumerate(chunks["chunk_id"][:])}
+
+    def chunk(self, chunk_id: str) -> Chunk:
+        """The chunk of that id; KeyError if there is none."""
+        return chunk_from_row(self.chunks[self._rows[chunk_id]])
+
+
+def chunk_from_row(row: Mapping[str, Any]) -> Chunk:
+    """A row of the chunks table as a `Chunk`."""
+    nuggets = list(zip(row["nugget_starts"], row["nugget_ends"], strict=True))
+    return Chunk(
+        row["chunk_id"], row["title"], row["text"], row["token_ids"], nuggets, row["nugget_texts"]
+    )
+
+
+def load_tables(folder: str | Path) -> Tables:
+    """Opens the tables of a built folder.
+
+    Raises:
+        UserError: the folder holds no built tables.
+    """
+    folder = Path(folder)
+    if not (folder / "key.json").is_file():
+        raise UserError(f"{folder}: no built tables here; run `coinrag build`")
+    return Tables(read_table(folder / "chunks"), read_table(folder / "samples"))
+
+
+def write_table(folder: Path, rows: Sequence[Mapping[str, Any]], columns: Columns) -> None:
+    """Stores rows, in order, as a `datasets` folder. Not atomic: write to a temporary name."""
+    datasets = _datasets()
+    features = datasets.Features({name: _feature(kind) for name, kind in columns.items()})
+    values = {name: [row[name] for row in rows] for name in columns}
+    datasets.Dataset.from_dict(values, features=features).save_to_disk(folder)
+
+
+def read_table(*folders: Path) -> "Dataset":
+    """The stored tables, one after the other."""
+    datasets = _datasets()
+    return datasets.concatenate_datasets([datasets.load_from_disk(folder) for folder in folders])
+
+
+def _datasets() -> Any:
+    """The library, imported when needed, without progress bars: it draws them outside terminals."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _feature(kind: Any) -> Any:
+    from datasets import List, Value
+
+    return List(_feature(kind[0])) if isinstance(kind, list) else Value(kind)

@@ -1,0 +1,245 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from small import data_row, tiny_tokenizer, words_encoder, write_rows
+
+from data_builders import build as builder
+from data_builders import shards
+from data_builders.build import build, built_folder, load_built
+from data_builders.retrieval import select_nuggets
+from recipes.errors import UserError
+from recipes.schema import Recipe
+
+TABLES = ("chunks", "samples")
+
+
+class InterruptionError(Exception):
+    pass
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A tokenizer, an encoder folder and data; the encoder itself is the hashed-words one."""
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "config.json").write_text("{}")
+    write_rows(tmp_path / "train.jsonl", [data_row(number) for number in range(30)])
+    write_rows(tmp_path / "dev.jsonl", [data_row(number) for number in range(100, 108)])
+    monkeypatch.setattr(builder, "load_encoder", lambda config: words_encoder)
+    # Several shards of everything.
+    monkeypatch.setattr(builder, "PASSAGES_A_SHARD", 16)
+    monkeypatch.setattr(builder, "QUESTIONS_A_SHARD", 4)
+    monkeypatch.setattr(shards, "TEXTS_A_SHARD", 16)
+    return tmp_path
+
+
+def recipe(folder: Path, **sections) -> Recipe:
+    values = {
+        "name": "test",
+        "model": {"path": str(folder / "model")},
+        "data": {
+            "train": [str(folder / "train.jsonl")],
+            "dev": [str(folder / "dev.jsonl")],
+            "built_root": str(folder / "built"),
+            "chunk_tokens": 64,
+        },
+        "retrieval": {"encoder": str(folder / "encoder"), "k_c": 3, "k": 4},
+        "train": {"run_folder": str(folder / "run")},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    return Recipe.model_validate(values)
+
+
+def rows(tables):
+    return {name: getattr(tables, name).to_list() for name in TABLES}
+
+
+def test_tables_hold_what_the_contract_says(world):
+    config = recipe(world, raft={"noise_probability": 0.3})
+    folder = build(config, "train")
+    tables = load_built(config, "train")
+    tokenizer = tiny_tokenizer()
+    ids = tables.chunks["chunk_id"]
+    assert len(set(ids)) == len(ids)
+    for row in tables.chunks:
+        assert len(row["token_ids"]) <= 64
+        chunk = tables.chunk(row["chunk_id"])
+        for (start, end), text in zip(chunk.nuggets, chunk.nugget_texts, strict=True):
+            assert 0 <= start < end <= len(chunk.token_ids)
+            assert text in chunk.text
+            assert text in tokenizer.decode(chunk.token_ids[start:end])
+        assert chunk.nuggets == sorted(set(chunk.nuggets))
+    assert [row["question_id"] for row in tables.samples] == [f"d-{n}" for n in range(30)]
+    for row in tables.samples:
+        chunks = [tables.chunk(name) for name in row["chunk_ids"]]
+        assert len(chunks) <= 3
+        assert row["chunk_scores"] == sorted(row["chunk_scores"], reverse=True)
+        nuggets = [chunk.nuggets for chunk in chunks]
+        assert [len(scores) for scores in row["nugget_scores"]] == [len(n) for n in nuggets]
+        chosen = select_nuggets(row["nugget_scores"], nuggets, 4)
+        spans = zip(row["span_chunks"], row["span_starts"], row["span_ends"], strict=True)
+        assert list(spans) == [(chunk, *nuggets[chunk][at]) for chunk, at in chosen]
+        assert bool(row["gold_chunk_ids"]) is not row["noised"]
+        assert row["answer_in_contexts"] is not row["noised"]
+    report = json.loads((folder / "report.json").read_text())
+    noised = sum(tables.samples["noised"])
+    assert report["questions"] == 30
+    assert 0 < report["raft"]["noised"] == noised < 30
+    assert report["answers"]["in_words"] == report["answers"]["in_contexts"] == 30 - noised
+    assert report["alignment"]["exact"] == report["nuggets"] + sum(report["drops"].values())
+
+
+def test_dev_is_never_noised(world):
+    config = recipe(world, raft={"noise_probability": 1.0})
+    build(config, "dev")
+    assert not any(load_built(config, "dev").samples["noised"])
+
+
+def test_an_interrupted_build_goes_on_and_gives_the_same_tables(world, monkeypatch):
+    whole = recipe(world, data={"built_root": str(world / "whole")})
+    build(whole, "train")
+    config = recipe(world)
+    work = []
+
+    def breaking_encoder(texts):
+        work.extend(texts)
+        if len(work) > limit:
+            raise InterruptionError
+        return words_encoder(texts)
+
+    original = builder.sample_row
+
+    def breaking_row(*arguments):
+        work.append("sample")
+        if len(work) > limit:
+            raise InterruptionError
+        return original(*arguments)
+
+    monkeypatch.setattr(builder, "load_encoder", lambda config: breaking_encoder)
+    monkeypatch.setattr(builder, "sample_row", breaking_row)
+    interruptions = 0
+    finished = False
+    while not finished:
+        work.clear()
+        limit = 40
+        try:
+            build(config, "train")
+            finished = True
+        except InterruptionError:
+            interruptions += 1
+            assert not built_folder(config, "train").exists()
+            with pytest.raises(UserError, match="run `coinrag build`"):
+                load_built(config, "train")
+    assert interruptions > 3
+    assert rows(load_built(config, "train")) == rows(load_built(whole, "train"))
+    built = built_folder(config, "train")
+    twin = built_folder(whole, "train")
+    assert (built / "report.json").read_text() == (twin / "report.json").read_text()
+    assert [path.name for path in built.parent.iterdir()] == [built.name]
+
+
+def test_each_distinct_text_is_embedded_once(world, monkeypatch):
+    seen = []
+
+    def counting(texts):
+        seen.extend(texts)
+        return words_encoder(texts)
+
+    monkeypatch.setattr(builder, "load_encoder", lambda config: counting)
+    build(recipe(world), "train")
+    assert len(seen) == len(set(seen))
+    assert set(seen) >= {data_row(number)["question_text"] for number in range(30)}
+
+
+def test_the_same_content_is_a_hit_wherever_it_lies(world, caplog):
+    config = recipe(world)
+    with caplog.at_level(logging.INFO):
+        first = build(config, "train")
+        assert "miss" in caplog.text
+        caplog.clear()
+        moved = world / "moved.jsonl"
+        moved.write_bytes((world / "train.jsonl").read_bytes())
+        other = recipe(
+            world,
+            name="other",
+            data={"train": [str(moved)]},
+            retrieval={"batch_size": 1, "order": "score"},
+            prompt={"system": "Be brief."},
+        )
+        assert build(other, "train") == first
+        assert "hit" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"data": {"chunk_tokens": 32}},
+        {"data": {"train_rows_per_file": 5}},
+        {"nuggets": {"fuzzy_threshold": None}},
+        {"retrieval": {"k": 5}},
+        {"retrieval": {"k_c": 4}},
+        {"retrieval": {"encoder_kind": "flag_mean"}},
+        {"raft": {"noise_probability": 0.5}},
+    ],
+)
+def test_what_decides_the_tables_is_in_the_key(world, change):
+    assert built_folder(recipe(world, **change), "train") != built_folder(recipe(world), "train")
+
+
+@pytest.mark.parametrize("part", ["train.jsonl", "encoder/config.json", "model/tokenizer.json"])
+def test_changed_inputs_are_another_build(world, part):
+    before = built_folder(recipe(world), "train")
+    content = (world / part).read_text()
+    if part == "model/tokenizer.json":
+        tokenizer = json.loads(content)
+        tokenizer["model"]["merges"].pop()
+        content = json.dumps(tokenizer)
+    (world / part).write_text(content + " ")
+    assert built_folder(recipe(world), "train") != before
+
+
+def test_a_mistake_in_the_data_leaves_nothing_behind(world):
+    (world / "train.jsonl").write_text("{\n")
+    with pytest.raises(UserError, match=r"train\.jsonl:1: "):
+        build(recipe(world), "train")
+    assert not (world / "built").exists()
+
+
+def test_an_answer_absent_from_every_passage_is_kept_and_counted(world):
+    row = data_row(1)
+    row["answers_objects"][0]["spans"] = ["Atlantis"]
+    write_rows(world / "dev.jsonl", [row, data_row(2)])
+    config = recipe(world)
+    folder = build(config, "dev")
+    report = json.loads((folder / "report.json").read_text())
+    assert report["answers"]["absent_from_every_passage"] == 1
+    assert load_built(config, "dev").samples["answer_in_contexts"][:] == [False, True]
+
+
+def test_a_passage_of_two_questions_is_stored_once(world):
+    shared = data_row(1)
+    again = {**data_row(2), "contexts": shared["contexts"]}
+    write_rows(world / "dev.jsonl", [shared, again])
+    config = recipe(world)
+    build(config, "dev")
+    tables = load_built(config, "dev")
+    texts = {row["title"] for row in tables.chunks}
+    assert texts == {context["title"] for context in shared["contexts"]}
+    assert len(tables.chunks) == len(set(tables.chunks["text"]))
+
+
+def test_two_builds_of_one_content_do_not_mix(world, monkeypatch):
+    config = recipe(world)
+
+    def second_build(_):
+        with pytest.raises(UserError, match="another process is building"):
+            build(config, "dev")
+        return words_encoder
+
+    monkeypatch.setattr(builder, "load_encoder", second_build)
+    folder = build(config, "dev")
+    assert folder.is_dir()

@@ -1,0 +1,64 @@
+import random
+from dataclasses import replace
+
+import pytest
+from small import data_row, write_rows
+
+from data_builders.ircot import Passage, answer_key, holds_answer, read_ircot
+from data_builders.raft import DistractorPools, add_noise
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    rows = [data_row(number, dataset) for dataset in "de" for number in range(500)]
+    return read_ircot(write_rows(tmp_path_factory.mktemp("raft") / "rows.jsonl", rows))
+
+
+def noise_all(questions, probability=0.15, seed=0):
+    pools = DistractorPools(questions)
+    return {row.id: add_noise(row, pools, probability, seed) for row in questions}
+
+
+def test_the_rate_is_the_probability(questions):
+    rate = sum(row.noised for row in noise_all(questions).values()) / len(questions)
+    # Four standard deviations of a binomial draw of 1000.
+    assert abs(rate - 0.15) < 0.046
+    assert not any(row.noised for row in noise_all(questions, 0.0).values())
+    assert all(row.noised for row in noise_all(questions, 1.0).values())
+
+
+def test_only_seed_and_id_decide_and_not_the_order(questions):
+    shuffled = random.Random(1).sample(questions, len(questions))
+    assert noise_all(questions) == noise_all(shuffled)
+    noised = {name for name, row in noise_all(questions).items() if row.noised}
+    assert noised != {name for name, row in noise_all(questions, seed=1).items() if row.noised}
+
+
+def test_supporting_passages_go_and_all_else_stays(questions):
+    by_text = {p.full_text: q.dataset for q in questions for p in q.passages}
+    for before in questions:
+        after = noise_all([before, *questions[:40], *questions[-40:]], 1.0)[before.id].question
+        assert after.answers == before.answers
+        assert len({p.full_text for p in after.passages}) == len(before.passages)
+        for old, new in zip(before.passages, after.passages, strict=True):
+            assert not new.is_supporting
+            if old.is_supporting:
+                assert new.full_text not in {p.full_text for p in before.passages}
+                assert not holds_answer(answer_key(new.full_text), before.answers)
+                assert by_text[new.full_text] == before.dataset
+            else:
+                assert new == old
+        if before.id.endswith("20"):
+            break
+
+
+def test_without_a_possible_distractor_the_question_stays_and_says_so(questions):
+    [alone] = noise_all(questions[:1], 1.0).values()
+    assert (alone.drawn, alone.noised, alone.question) == (True, False, questions[0])
+
+
+def test_passages_that_hold_the_answer_are_no_distractors(questions):
+    leaking = Passage("Leak", f"It is {questions[0].answers[0]}.", False)
+    other = replace(questions[1], passages=(leaking,))
+    [first, _] = noise_all([questions[0], other], 1.0).values()
+    assert not first.noised

@@ -1,0 +1,249 @@
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_model
+
+import data_builders.build
+import eval.compare
+from cache_ops.hf import ModelNotFoundError
+from data_builders.tables import Chunk
+from eval import engine
+from eval.answers import Answer, read_answers
+from eval.compare import compare
+from eval.runner import Runner
+from recipes.errors import UserError
+from recipes.schema import Recipe
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@dataclass
+class BuiltTables:
+    """Built dev data in memory."""
+
+    samples: list[dict[str, Any]]
+    chunks: Sequence[Chunk]
+
+    def chunk(self, chunk_id: str) -> Chunk:
+        return next(chunk for chunk in self.chunks if chunk.chunk_id == chunk_id)
+
+
+@pytest.fixture(autouse=True)
+def tables(chunks: list[Chunk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltTables:
+    built = BuiltTables(
+        [
+            {
+                "question_id": f"q{number}",
+                "dataset": ("hotpotqa", "musique")[number % 2],
+                "question": f"Who wrote {number} plays?",
+                "answers": ["Ines Varga", "she"],
+                "chunk_ids": [chunk.chunk_id for chunk in chunks],
+                "nugget_scores": [
+                    [((number + n) * 37 % 11) / 11 for n in range(len(chunk.nuggets))]
+                    for chunk in chunks
+                ],
+            }
+            for number in range(5)
+        ],
+        chunks,
+    )
+    monkeypatch.setattr(eval.compare, "built_folder", lambda config, split: tmp_path / "built-1")
+    monkeypatch.setattr(eval.compare, "load_built", lambda config, split: built)
+    return built
+
+
+def output(config: Recipe) -> Path:
+    return Path(config.train.run_folder) / "compare"
+
+
+def asked(answers: Sequence[Answer]) -> Counter[tuple[Any, str]]:
+    return Counter((answer.variant, answer.question_id) for answer in answers)
+
+
+def without_times(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:
+    return sorted((a.variant, a.question_id, a.answer, a.f1, a.active_tokens) for a in answers)
+
+
+def test_every_system_and_checkpoint_answers_every_question(recipe: MakeRecipe) -> None:
+    config = recipe(widths=[{"k_c": 3, "k": 2}, {"k_c": 3, "k": 4}])
+    result = compare(config)
+    assert [(r["system"], r["k_c"], r["k"], r["checkpoint"]) for r in result["results"]] == [
+        (system, 3, k, checkpoint)
+        for system, k in [
+            ("standard_rag", None),
+            ("turborag", None),
+            ("coinrag", 2),
+            ("coinrag", 4),
+        ]
+        for checkpoint in ("base", "fine_tuned")
+    ]
+    assert {row["questions"] for row in result["results"]} == {5}
+    assert [(d["system"], d["k"]) for d in result["differences"]] == [
+        ("standard_rag", None), ("turborag", None), ("coinrag", 2), ("coinrag", 4),
+    ]  # fmt: skip
+    assert set(result["differences"][0]["by_dataset"]) == {"hotpotqa", "musique"}
+    assert json.loads((output(config) / "compare.json").read_text()) == result
+    assert (output(config) / "compare.png").read_bytes().startswith(b"\x89PNG")
+    answers = read_answers(output(config) / "answers.jsonl")
+    assert set(asked(answers).values()) == {1}
+    assert len(answers) == 5 * 4 * 2
+    assert not list(output(config).glob(".*")), "no temporary file is left"
+
+
+def test_a_killed_comparison_goes_on_where_it_stopped(
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = recipe(output=str(Path(recipe().train.run_folder) / "whole"), warmup_questions=0)
+    compare(whole)
+    config = recipe(warmup_questions=0)
+    answer, served = Runner.answer, []
+
+    def killed(self: Runner, question: Any, systems: Any) -> list[Answer]:
+        if len(served) == 7:
+            raise KeyboardInterrupt
+        served.append(question.question_id)
+        return answer(self, question, systems)
+
+    monkeypatch.setattr(Runner, "answer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        compare(config)
+    path = output(config) / "answers.jsonl"
+    assert len(read_answers(path)) == 7 * 3
+    # The machine went down in the middle of a line.
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"key": "half')
+
+    calls = []
+    monkeypatch.setattr(Runner, "answer", lambda *args: calls.append(args) or answer(*args))
+    compare(config)
+    assert len(calls) == 3, "two checkpoints of five questions, seven of them done"
+    assert set(asked(read_answers(path)).values()) == {1}
+    assert without_times(read_answers(path)) == without_times(
+        read_answers(Path(whole.eval.output or "") / "answers.jsonl")
+    )
+    calls.clear()
+    compare(config)
+    assert not calls
+
+
+def test_another_setting_starts_anew_and_says_so(
+    recipe: MakeRecipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    compare(recipe())
+    with caplog.at_level(logging.WARNING):
+        compare(recipe(max_new_tokens=3))
+    assert "30 answers (base, fine_tuned) moved to" in caplog.text
+    answers = read_answers(output(recipe()) / "answers.jsonl")
+    assert max(answer.new_tokens for answer in answers) <= 3
+    assert set(asked(answers).values()) == {1}
+    assert len(read_answers(output(recipe()) / "answers.previous.jsonl")) == 30
+
+
+def test_new_weights_are_asked_again_and_the_base_is_not(
+    recipe: MakeRecipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = recipe()
+    compare(config)
+    before = read_answers(output(config) / "answers.jsonl")
+    tiny_model("qwen2", seed=9).save_pretrained(Path(config.train.run_folder) / "checkpoint")
+    with caplog.at_level(logging.WARNING):
+        compare(config)
+    assert "15 answers (fine_tuned) moved to" in caplog.text
+    after = read_answers(output(config) / "answers.jsonl")
+    assert [a for a in after if a.checkpoint == "base"] == [
+        a for a in before if a.checkpoint == "base"
+    ]
+    assert len(after) == 30
+
+
+def test_an_added_system_is_asked_alone(
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(recipe(systems=["coinrag"], checkpoints=["base"]))
+    seen = []
+    answer = Runner.answer
+
+    def watched(self: Runner, question: Any, systems: Any) -> list[Answer]:
+        seen.extend((self.checkpoint, name) for name, _ in systems)
+        return answer(self, question, systems)
+
+    monkeypatch.setattr(Runner, "answer", watched)
+    config = recipe(systems=["coinrag", "turborag"], checkpoints=["base"], warmup_questions=0)
+    result = compare(config)
+    assert set(seen) == {("base", "turborag")}
+    assert [row["system"] for row in result["results"]] == ["turborag", "coinrag"]
+    assert result["differences"] == []
+
+
+def test_systems_take_turns_and_share_the_encoded_chunks(
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = engine.encode_chunks
+
+    def counted(model: Any, chunks: Any) -> Any:
+        texts = list(chunks)
+        encoded.append(len(texts))
+        return encode(model, texts)
+
+    monkeypatch.setattr(engine, "encode_chunks", counted)
+    config = recipe(checkpoints=["base"], warmup_questions=2)
+    compare(config)
+    # The prompt once for the checkpoint, then three chunks for each of 2 warm-up and 5 questions.
+    assert encoded == [1, *[3] * 7]
+    answers = read_answers(output(config) / "answers.jsonl")
+    first = [answers[3 * number].system for number in range(5)]
+    assert first == ["standard_rag", "turborag", "coinrag", "standard_rag", "turborag"]
+
+
+def test_a_missing_checkpoint_names_the_command(recipe: MakeRecipe, tmp_path: Path) -> None:
+    config = recipe()
+    (Path(config.train.run_folder) / "checkpoint" / "config.json").unlink()
+    with pytest.raises(UserError, match="coinrag train"):
+        compare(config)
+    assert not output(config).exists()
+    assert compare(recipe(checkpoints=["base"]))["differences"] == []
+
+
+def test_missing_dev_data_names_the_command(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval.compare, "load_built", data_builders.build.load_built)
+    monkeypatch.chdir(tmp_path)
+    for path in ("dev.jsonl", "none/config.json"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("{}\n")
+    with pytest.raises(UserError, match="coinrag build"):
+        compare(recipe())
+    assert not output(recipe()).exists()
+
+
+def test_a_missing_base_model_is_named(recipe: MakeRecipe, tmp_path: Path) -> None:
+    config = recipe()
+    absent = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(tmp_path / "absent")})}
+    )
+    with pytest.raises(ModelNotFoundError, match="absent"):
+        compare(absent)
+    assert not output(config).exists()
+
+
+def test_no_questions_is_an_error(recipe: MakeRecipe, tables: BuiltTables) -> None:
+    tables.samples = []
+    with pytest.raises(UserError, match="no questions"):
+        compare(recipe())
+
+
+def test_a_foreign_file_in_place_of_the_answers_is_refused(recipe: MakeRecipe) -> None:
+    config = recipe()
+    output(config).mkdir(parents=True)
+    (output(config) / "answers.jsonl").write_text('{"something": "else"}\n')
+    with pytest.raises(UserError, match=r"answers\.jsonl:1"):
+        compare(config)
+    assert (output(config) / "answers.jsonl").read_text() == '{"something": "else"}\n'

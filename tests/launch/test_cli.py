@@ -1,0 +1,145 @@
+"""The command line: its surface, its exit statuses and its JSON, through real processes."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch
+from launch import cli
+
+ROOT = Path(launch.__file__).resolve().parent.parent
+
+# A change here is a change of the public command line: say so in its commit.
+SURFACE = {
+    "build": ["--help", "--json", "-h", "RECIPE|KEY=VALUE"],
+    "compare": ["--help", "--json", "-h", "RECIPE|KEY=VALUE"],
+    "train": ["--help", "--json", "--processes", "-h", "RECIPE|KEY=VALUE"],
+    "world": ["--dev", "--help", "--json", "--seed", "--train", "-h", "OUT"],
+}
+
+
+def _coinrag(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "launch.cli", *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_command_line_surface_is_pinned() -> None:
+    [commands] = [
+        action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction)
+    ]
+    surface = {
+        name: sorted(
+            word
+            for action in command._actions
+            for word in action.option_strings or [action.metavar]
+        )
+        for name, command in commands.choices.items()
+    }
+    assert surface == SURFACE
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; from launch import cli; cli.parser().format_help();"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_flags_may_stand_among_the_arguments() -> None:
+    parsed = cli.parse(["train", "a", "--json", "k=v", "--processes", "2", "x.y=-1"])
+    assert parsed.arguments == ["a", "k=v", "x.y=-1"]
+    assert (parsed.json, parsed.processes) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["build"],
+        ["build", "quickstart", "--jso"],
+        ["train", "quickstart", "--unknown", "seed=1"],
+        ["train", "quickstart", "--processes", "0"],
+        ["world", "a", "b"],
+        ["world", "a", "--train", "x"],
+    ],
+)
+def test_usage_errors_end_with_two(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.parse(arguments)
+    assert caught.value.code == 2
+    assert "usage: coinrag" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["build", "train", "compare"])
+def test_wrong_recipe_ends_with_two_and_one_message(command: str) -> None:
+    done = _coinrag(command, "quickstart", "train.epoch=2", "--json", "seed=x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 2 mistakes in the recipe:\n")
+    assert "Traceback" not in done.stderr
+    report = json.loads(done.stdout)
+    assert (report["command"], report["status"]) == (command, 2)
+    assert "did you mean train.epochs?" in report["error"]
+
+
+def test_stdout_is_empty_when_a_command_fails_without_json() -> None:
+    done = _coinrag("build", "quikstart")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean quickstart?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [("KeyboardInterrupt()", 130), ("RuntimeError('ours')", 1), ("Marked('theirs')", 2)],
+)
+def test_exit_status_of_what_a_command_raises(raised: str, status: int) -> None:
+    code = f"""
+import sys
+from launch import cli
+class Marked(ValueError):
+    is_user_error = True
+def compare(arguments):
+    raise {raised}
+cli.compare = compare
+sys.exit(cli.main(["compare", "quickstart", "--json"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == status
+    assert ("Traceback" in done.stderr) == (status == 1)
+
+
+def test_training_failure_passes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from launch import training
+    from recipes.exit import Ending
+
+    monkeypatch.setattr(training, "run_training", lambda *a, **k: Ending(2, "used run folder"))
+    assert cli.main(["train", "quickstart", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert (report["status"], report["error"]) == (2, "used run folder")
+
+
+def test_world_is_written_where_asked(tmp_path: Path) -> None:
+    done = _coinrag("world", "out", "--train", "3", "--dev", "2", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["folder"] == "out"
+    rows = [(tmp_path / "out" / f"{split}.jsonl").read_text("utf-8") for split in ("train", "dev")]
+    assert [len(text.splitlines()) for text in rows] == [3, 2]

@@ -1,0 +1,74 @@
+"""Every shipped YAML parses, opens with its instructions, and the config surface is pinned."""
+
+from pathlib import Path
+
+import pytest
+
+import recipes
+from recipes.fields import options
+from recipes.resolve import resolve, shipped_recipes
+
+ROOT = Path(recipes.__file__).parent
+
+# A change here is a change of the public configuration: say so in its commit.
+SURFACE = """
+context.gradient data.built_root data.chunk_tokens data.dev data.dev_rows_per_file data.format
+data.train data.train_rows_per_file eval.bootstrap_resamples eval.checkpoints eval.max_new_tokens
+eval.output eval.systems eval.warmup_questions eval.widths model.dtype model.path name
+nuggets.extractor nuggets.fuzzy_threshold prompt.after_passages prompt.before_passages
+prompt.system raft.noise_probability retrieval.batch_size retrieval.device retrieval.encoder
+retrieval.encoder_kind retrieval.k retrieval.k_c retrieval.order retrieval.overlap seed
+train.effective_batch_samples train.epochs train.gradient_checkpointing train.learning_rate
+train.log_every_steps train.lora.alpha train.lora.dropout train.lora.rank
+train.lora.target_modules train.max_grad_norm train.max_length_tokens train.max_steps
+train.micro_batch_samples train.mixed_precision train.resume train.run_folder
+train.save_every_steps train.schedule train.tuning train.wandb.mode train.wandb.project
+train.warmup_fraction train.weight_decay
+"""
+
+
+def test_config_surface_is_pinned() -> None:
+    assert sorted(path for path, _ in options()) == SURFACE.split()
+
+
+def test_known_recipes_ship() -> None:
+    assert {"quickstart", "smollm2_135m/coinrag", "qwen2_7b/coinrag"} <= set(shipped_recipes())
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.y*ml")), ids=lambda path: path.stem)
+def test_shipped_recipe_parses_by_path_and_by_name(path: Path) -> None:
+    name = path.relative_to(ROOT).with_suffix("").as_posix()
+    assert resolve([str(path)]).config == resolve([name]).config
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipe_opens_with_instructions_that_hold(name: str) -> None:
+    comment = [
+        line
+        for line in (ROOT / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        if line.startswith("#")
+    ]
+    text = "\n".join(comment)
+    assert all(word in text for word in ("Prerequisites", "Launch", "One override"))
+    override = comment[-1].split()
+    assert override[1] == "coinrag"
+    # The line a reader copies resolves and changes something.
+    assert resolve(override[3:]).config != resolve([name]).config
+
+
+def test_qwen2_7b_has_the_settings_of_the_paper() -> None:
+    config = resolve(["qwen2_7b/coinrag"]).config
+    assert (config.model.path, config.retrieval.encoder) == (
+        "Qwen/Qwen2-7B-Instruct",
+        "BAAI/bge-m3",
+    )
+    assert (config.train.learning_rate, config.train.effective_batch_samples) == (5e-6, 16)
+    assert (config.train.epochs, config.train.max_length_tokens) == (1, 1024)
+    assert (config.retrieval.k_c, config.retrieval.k) == (5, 10)
+    assert config.raft.noise_probability == 0.15
+
+
+def test_run_folders_and_names_differ() -> None:
+    configs = [resolve([name]).config for name in shipped_recipes()]
+    assert len({config.train.run_folder for config in configs}) == len(configs)
+    assert len({config.name for config in configs}) == len(configs)
