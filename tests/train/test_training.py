@@ -60,6 +60,14 @@ def test_two_ranks_equal_one_process(workplace, plain) -> None:
     assert_same_weights(workplace, "ranks", "plain", 1e-5)
 
 
+def test_accelerate_launch_runs_the_script(workplace, plain) -> None:
+    arguments = workplace.arguments("accelerate", "train.epochs=3", "train.max_steps=2")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "train/nugget_ft.py"]
+    subprocess.run([*command, *arguments], check=True, cwd=SCRIPT.parent.parent)
+    # The schedule is that of two steps; the losses before its first update are the same.
+    assert losses(workplace.metrics("accelerate"))[0] == losses(plain)[0]
+
+
 def test_gradient_checkpointing_changes_nothing(workplace, plain) -> None:
     metrics = workplace.train(
         "checkpointing", "train.epochs=3", "train.gradient_checkpointing=true"
