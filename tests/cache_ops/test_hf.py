@@ -86,7 +86,7 @@ def test_a_saved_model_loads_and_its_tables_stay_fp32(tmp_path) -> None:
 
 def test_missing_models_are_a_clear_error_with_the_nearest_folder(tmp_path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "smollm2")
-    with pytest.raises(ModelNotFoundError, match="did you mean .*smollm2"):
+    with pytest.raises(ModelNotFoundError, match=r"did you mean .*smollm2"):
         load_model(str(tmp_path / "smolm2"), "float32")
     with pytest.raises(ModelNotFoundError, match="nothing is downloaded"):
         load_model("nobody/nothing", "float32")

@@ -177,3 +177,12 @@ def test_long_samples_lose_nuggets_and_never_the_answer(workplace) -> None:
     full = workplace.metrics("plain")
     assert metrics[0]["answer_tokens"] == full[0]["answer_tokens"]
     assert metrics[0]["packed_tokens"] < full[0]["packed_tokens"]
+
+
+def test_wandb_offline_gets_the_metrics_and_no_network(workplace) -> None:
+    options = ["train.wandb.project=coinrag-test", "train.max_steps=2"]
+    metrics = workplace.train("wandb", *options)
+    run = workplace.folder / "wandb"
+    (record,) = run.rglob("offline-run-*/run-*.wandb")
+    assert record.stat().st_size > 0
+    assert len(metrics) == 2
