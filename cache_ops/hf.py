@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -82,23 +83,41 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
     Raises:
         ModelNotFoundError, UnsupportedModelError
     """
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(_not_found("model", path)) from error
-    check_supported(config)
+    load_config(path)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, dtype=getattr(torch, dtype), use_safetensors=True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            local_files_only=True,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelNotFoundError(
             f"{path} has a config but no readable safetensors weights: {error}"
         ) from error
+    if absent := sorted(found["missing_keys"]):
+        raise ModelNotFoundError(
+            f"the weights at {path} lack {len(absent)} tensors of the model, {absent[0]} first"
+        )
     restore_rope_tables(model)
     return model
+
+
+def load_config(path: str) -> PreTrainedConfig:
+    """The config of a supported model.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(_not_found("model", path, error)) from error
+    check_supported(config)
+    return config
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -110,10 +129,24 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ModelNotFoundError(_not_found("tokenizer", path)) from error
+        raise ModelNotFoundError(_not_found("tokenizer", path, error)) from error
     if not tokenizer.is_fast:
         raise ModelNotFoundError(f"the tokenizer at {path} has no fast form (tokenizer.json)")
     return tokenizer
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer that can give ids which the model has no embedding for.
+
+    Raises:
+        UnsupportedModelError
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UnsupportedModelError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model {rows} embeddings; "
+            "they do not belong together"
+        )
 
 
 def restore_rope_tables(model: nn.Module) -> None:
@@ -133,7 +166,9 @@ def decoder(model: PreTrainedModel) -> Any:
     return causal_lm.model
 
 
-def _not_found(kind: str, path: str) -> str:
+def _not_found(kind: str, path: str, cause: Exception) -> str:
+    if Path(path).is_dir():
+        return f"no readable {kind} in the folder {path!r}: {cause}"
     parent = Path(path).parent
     siblings = [str(parent / child.name) for child in parent.iterdir()] if parent.is_dir() else []
     close = get_close_matches(path, siblings, n=1)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from cache_ops.hf import load_tokenizer
+from cache_ops.hf import load_config, load_tokenizer
 from data_builders.ircot import Passage, Question, read_ircot
 from data_builders.key import Split, build_key, key_folder, split_files, split_rows
 from data_builders.nuggets.extract import EXTRACTORS
@@ -56,14 +56,18 @@ def build(config: Recipe, split: Split) -> Path:
         The folder with `chunks/`, `samples/`, `report.json` and `key.json`.
 
     Raises:
-        UserError: malformed data, or a data file, model or encoder that is not there.
+        ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_config`.
+        UserError: malformed data; a data file, model or encoder that is not there; a
+            `data.built_root` that cannot be written.
     """
     key = build_key(config, split)
     folder = key_folder(config, split, key)
-    if folder.is_dir():
+    if _is_built(folder):
         log.info("build of %s: hit, %s has the same content and settings", split, folder)
         return folder
     log.info("build of %s: miss, building %s", split, folder)
+    # A model that cannot be trained is told now, and not when hours of building are done.
+    load_config(config.model.path)
     questions = read_ircot(*split_files(config, split), limit=split_rows(config, split))
     partial = folder.with_name(f"{folder.name}.partial")
     with _locked(partial):
@@ -89,12 +93,23 @@ def load_built(config: Recipe, split: Split) -> Tables:
         UserError: they are not built, or were built from other inputs or settings.
     """
     folder = built_folder(config, split)
-    if not folder.is_dir():
+    if not _is_built(folder):
         raise UserError(
             f"no built {split} data for recipe {config.name!r} with these inputs and settings "
             f"({folder}); run `coinrag build` with the same recipe and overrides first"
         )
     return load_tables(folder)
+
+
+def _is_built(folder: Path) -> bool:
+    try:
+        return folder.is_dir()
+    except OSError as error:
+        raise _unusable_root(error) from error
+
+
+def _unusable_root(error: OSError) -> UserError:
+    return UserError(f"data.built_root: cannot use {error.filename}: {error.strerror}")
 
 
 def _build_tables(
@@ -181,8 +196,12 @@ def _raft(config: Recipe, split: Split, questions: Sequence[Question]) -> list[N
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
     """Keeps a second build of the same content out; the lock ends with the process."""
-    partial.mkdir(parents=True, exist_ok=True)
-    with (partial / "lock").open("w") as lock:
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = (partial / "lock").open("w")
+    except OSError as error:
+        raise _unusable_root(error) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

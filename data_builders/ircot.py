@@ -6,6 +6,7 @@ Text is kept verbatim: missing spaces, trailing spaces and unusual characters ar
 import hashlib
 import json
 import logging
+import math
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -86,12 +87,11 @@ def read_ircot(*paths: str | Path, limit: int | None = None) -> list[Question]:
                     mistakes.append("(more may follow)")
                     break
                 continue
-            if question.id in questions:
-                separate = replace(question, id=f"{question.id}~{_digest(question.text)}")
-                log.warning(
-                    "%s: question_id %r is taken; using %r", place, question.id, separate.id
-                )
-                question = separate
+            taken = question.id
+            while question.id in questions:
+                question = replace(question, id=f"{question.id}~{_digest(question.text)}")
+            if question.id != taken:
+                log.warning("%s: question_id %r is taken; using %r", place, taken, question.id)
             questions[question.id] = question
         if mistakes:
             raise UserError("malformed IRCoT rows:\n  " + "\n  ".join(mistakes))
@@ -136,8 +136,9 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _parse_row(line: str) -> Question:
     try:
+        # Beside bad syntax, ValueError is an integer of more digits than Python converts.
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise _RowError(f"expected a JSON object, found malformed JSON{at}: {error}") from error
     if not isinstance(row, dict):
@@ -177,13 +178,28 @@ def _answer(entry: object, where: str) -> str:
         _check_unicode(span, f"{where}.spans[{index}]")
     assert isinstance(entry, dict)
     number = entry.get("number", "")
-    if isinstance(number, bool) or not isinstance(number, str | int | float):
+    if isinstance(number, bool) or not isinstance(number, str | int | float) or _endless(number):
         raise _RowError(f"{where}.number: expected a string, found {_found(number)}")
+    _check_unicode(str(number), f"{where}.number")
     date = entry.get("date") or {}
     if not isinstance(date, dict):
         raise _RowError(f"{where}.date: expected an object, found {_found(date)}")
-    parts = [str(date.get(part) or "") for part in ("day", "month", "year")]
-    return ", ".join(spans) or str(number) or " ".join(part for part in parts if part)
+    parts = [_date_part(date, part, f"{where}.date") for part in ("day", "month", "year")]
+    joined = ", ".join(spans) if any(span.strip() for span in spans) else ""
+    return joined or str(number) or " ".join(part for part in parts if part)
+
+
+def _endless(number: str | int | float) -> bool:
+    # Python reads NaN and Infinity, which JSON does not have.
+    return isinstance(number, float) and not math.isfinite(number)
+
+
+def _date_part(date: dict[str, Any], name: str, where: str) -> str:
+    value = date.get(name) or ""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise _RowError(f"{where}.{name}: expected a string, found {_found(value)}")
+    _check_unicode(str(value), f"{where}.{name}")
+    return str(value)
 
 
 def _text(owner: object, name: str, where: str = "") -> str:

@@ -28,8 +28,9 @@ def load_encoder(config: RetrievalConfig) -> Encoder:
     """The FlagEmbedding model of the config, on its one device, in float32.
 
     Raises:
-        UserError: there is no such model on this machine.
+        UserError: there is no such model or device on this machine.
     """
+    _check_device(config.device)
     folder = str(encoder_folder(config.encoder))
     from FlagEmbedding import BGEM3FlagModel, FlagModel
 
@@ -58,6 +59,17 @@ def load_encoder(config: RetrievalConfig) -> Encoder:
     return encode
 
 
+def _check_device(device: str) -> None:
+    import torch
+
+    kind, _, number = device.partition(":")
+    mps = int(torch.backends.mps.is_available())
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": mps}
+    if int(number or 0) >= counts[kind]:
+        there = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        raise UserError(f"retrieval.device: no {device} on this machine; it has {there}")
+
+
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """FlagEmbedding and transformers draw bars of their own on stderr, also outside terminals."""
@@ -78,9 +90,11 @@ def encoder_folder(encoder: str) -> Path:
     Raises:
         UserError: neither is there. Nothing is downloaded.
     """
-    folder = Path(encoder).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
+    # An unknown user's home stays as it is written.
+    with contextlib.suppress(RuntimeError):
+        folder = Path(encoder).expanduser()
+        if (folder / "config.json").is_file():
+            return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cache_ops.hf import load_model
+from cache_ops.hf import check_vocabulary, load_model
 from cache_ops.plan import PROMPT
 from cache_ops.rope import Rope
 from data_builders.prompt import PromptTemplate
@@ -45,6 +45,7 @@ class Runner:
     ) -> Self:
         """Load the weights onto the GPU if there is one, and encode the prompt once."""
         model = load_model(str(folder), config.model.dtype)
+        check_vocabulary(model, tokenizer)
         model.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         prompt_kv, _ = engine.encode_chunks(model, [(PROMPT, template.prompt_ids)])
         rope = Rope.from_config(model.config)

@@ -154,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = {"command": arguments.command, "status": ending.status}
         report |= {"error": ending.message} if ending.message else {}
         report |= {"seconds": round(time.monotonic() - started, 3)}
-        print(json.dumps(report | result, ensure_ascii=False), flush=True)
+        # In ASCII: stdout may not take every character, such as a path's stray bytes.
+        print(json.dumps(report | result), flush=True)
     elif ending.status == OK:
         _show(arguments.command, result)
     return ending.status

@@ -4,10 +4,8 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 if [ ! -d samples/world ]; then
-    coinrag world samples/world --train 160 --dev 60
+    coinrag world samples/world --train 160 --dev 50
 fi
 coinrag build quickstart
-if [ ! -d runs/quickstart/checkpoint ]; then
-    coinrag train quickstart train.resume=true
-fi
+coinrag train quickstart train.resume=true
 coinrag compare quickstart

@@ -4,6 +4,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ ! -x .venv/bin/python ]; then
+    if ! command -v python3.11 >/dev/null; then
+        echo "error: python3.11 is not on the PATH" >&2
+        exit 2
+    fi
     python3.11 -m venv .venv
 fi
 PATH="$PWD/.venv/bin:$PATH"

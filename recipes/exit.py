@@ -42,7 +42,8 @@ def run(function: Callable[[], object]) -> Ending:
         ending = Ending(USERS if is_users(error) else OURS, str(error) or type(error).__name__)
         if ending.status == OURS:
             traceback.print_exc()
-        else:
+        elif os.environ.get("LOCAL_RANK", "0") == "0":
+            # Every rank meets the same mistake; one of each machine tells it.
             print(f"error: {error}", file=sys.stderr)
     else:
         ending = Ending(OK)

@@ -68,6 +68,8 @@ def _line(path: str, details: ErrorDetails, origins: Mapping[str, str]) -> str:
             expected, hint = "a section of key: value lines", ""
         case "string_too_short":
             expected, hint = "some text", ""
+        case "string_unicode":
+            expected, hint = "Unicode text", ""
         case "too_short":
             expected, hint = "at least one entry", ""
         case _:

@@ -53,12 +53,17 @@ class Progress:
         seconds = self._printed - self._started
         rate = (self.done - self._start) / seconds if seconds > 0 else 0.0
         of = "" if self.total is None else f"/{self.total}"
-        parts = [f"{self.done}{of} {self.unit}", f"{rate:.2f} {self.unit}/s"]
+        parts = [f"{self.done}{of} {self.unit}", self._pace(rate)]
         if self.total is not None and rate > 0 and self.done < self.total:
             parts.append(f"{tqdm.format_interval((self.total - self.done) / rate)} left")
         else:
             parts.append(f"{tqdm.format_interval(seconds)} taken")
         print(f"{self.description}: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    def _pace(self, rate: float) -> str:
+        if 0 < rate < 1:
+            return f"{1 / rate:.1f} s a {self.unit.removesuffix('s')}"
+        return f"{rate:.2f} {self.unit}/s"
 
     def close(self) -> None:
         """End the display; where it is lines, with a last one."""

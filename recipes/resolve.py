@@ -102,7 +102,7 @@ class _Layers:
             shipped = shipped_recipes()
             close = nearest(argument, shipped)
             hint = f"did you mean {close}?" if close else f"shipped: {', '.join(shipped)}"
-            self._fail(f"{argument}: no such file or shipped recipe; {hint}")
+            self._fail(f"{argument or '(empty argument)'}: no such file or shipped recipe; {hint}")
             return
         shown = _shown(path)
         try:
@@ -123,7 +123,8 @@ class _Layers:
         if path not in known and path not in dict(sections()):
             close = nearest_option(path)
             hint = f"; did you mean {close}?" if close else ""
-            self.mistakes.append(f"{path} ({COMMAND_LINE}): unknown key{hint}")
+            shown = path or f"={text}"
+            self.mistakes.append(f"{shown} ({COMMAND_LINE}): unknown key{hint}")
             return
         try:
             literal = path in known and takes_text(known[path])
@@ -167,7 +168,7 @@ def _inner_paths(value: Any, path: str) -> Iterator[str]:
 
 
 def _is_override(argument: str) -> bool:
-    return "=" in argument and not Path(argument).is_file()
+    return "=" in argument and not _is_file(argument)
 
 
 def _literal(text: str) -> str | None:
@@ -179,8 +180,16 @@ def _literal(text: str) -> str | None:
     return text
 
 
+def _is_file(argument: str) -> bool:
+    try:
+        return Path(argument).is_file()
+    except OSError:
+        # A long override is no possible file name.
+        return False
+
+
 def _find(argument: str) -> Path | None:
-    if Path(argument).is_file():
+    if _is_file(argument):
         return Path(argument)
     name = argument.removesuffix(".yaml")
     return SHIPPED / f"{name}.yaml" if name in shipped_recipes() else None

@@ -5,15 +5,22 @@ nuggets. Unknown keys are refused. `recipes.resolve` builds a `Recipe` from YAML
 line; nothing else should.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
-Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -36,6 +43,18 @@ def mistake(message: str, *, at: str = "", involves: str = "") -> PydanticCustom
     # The message travels as a value, so braces in it are not taken for placeholders.
     context = {"text": message, "at": at, "involves": involves}
     return PydanticCustomError("cross_check", "{text}", context)
+
+
+def _written(text: str) -> str:
+    # No file name, tokenizer or UTF-8 file takes these.
+    if wrong := re.search("[\0\ud800-\udfff]", text):
+        raise mistake(f"expected Unicode text without NUL, found {wrong[0]!a}")
+    return text
+
+
+# Free text, possibly empty; and text that names something.
+Prose = Annotated[str, AfterValidator(_written)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_written)]
 
 
 def _refuse_repeats(values: Sequence[str]) -> None:
@@ -69,13 +88,14 @@ class DataConfig(Section):
     @field_validator("train", "dev")
     @classmethod
     def _each_file_once(cls, files: list[str]) -> list[str]:
-        _refuse_repeats(files)
+        _refuse_repeats([os.path.normpath(path) for path in files])
         return files
 
     @field_validator("dev")
     @classmethod
     def _no_shared_file(cls, dev: list[str], info: ValidationInfo) -> list[str]:
-        shared = [path for path in dev if path in info.data.get("train", [])]
+        train = {os.path.normpath(path) for path in info.data.get("train", [])}
+        shared = [path for path in dev if os.path.normpath(path) in train]
         if shared:
             raise mistake(f"{shared[0]!r} is a training file too", involves="data.train")
         return dev
@@ -110,9 +130,9 @@ class RaftConfig(Section):
 
 
 class PromptConfig(Section):
-    system: str | None = None
-    before_passages: str = BEFORE_PASSAGES
-    after_passages: str = AFTER_PASSAGES
+    system: Prose | None = None
+    before_passages: Prose = BEFORE_PASSAGES
+    after_passages: Prose = AFTER_PASSAGES
 
     @field_validator("after_passages")
     @classmethod
@@ -203,6 +223,12 @@ class EvalConfig(Section):
     # null: the folder `compare` inside train.run_folder.
     output: Text | None = None
 
+    @field_validator("widths")
+    @classmethod
+    def _each_width_once(cls, widths: list[WidthConfig]) -> list[WidthConfig]:
+        _refuse_repeats([f"{{k_c: {width.k_c}, k: {width.k}}}" for width in widths])
+        return widths
+
     @field_validator("systems", "checkpoints")
     @classmethod
     def _each_once(cls, names: list[str]) -> list[str]:
@@ -214,7 +240,8 @@ class Recipe(Section):
     """Everything one run needs; the sections are described in the shipped YAML recipes."""
 
     name: Text
-    seed: Natural = 0
+    # NumPy's generators take no more than 32 bits.
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     model: ModelConfig
     data: DataConfig
     nuggets: NuggetsConfig = NuggetsConfig()

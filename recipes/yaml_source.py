@@ -7,7 +7,7 @@ key is an error. Only plain data is built: tags and anchors are refused.
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -41,13 +41,6 @@ class _Dumper(yaml.SafeDumper):
 for _name, _pattern, _first in _SCALARS:
     for _side in (_Loader, _Dumper):
         _side.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})$"), _first)
-
-
-class Entry(NamedTuple):
-    """One value of a YAML text and the line (from 1) on which it is set."""
-
-    value: Any
-    line: int
 
 
 class YamlSourceError(ValueError):
@@ -103,7 +96,10 @@ def _read(text: str) -> tuple[Any, dict[str, int]]:
         raise YamlSourceError(
             [(mark.line + 1 if mark else None, f"not YAML: {problem}")]
         ) from error
-    except (yaml.YAMLError, OverflowError) as error:
+    except YamlSourceError:
+        raise
+    except (yaml.YAMLError, OverflowError, ValueError) as error:
+        # Python's own: an integer with too many digits, an escape beyond Unicode.
         raise YamlSourceError([(None, f"not YAML: {error}")]) from error
     except RecursionError as error:
         raise YamlSourceError([(None, "nested too deeply")]) from error

@@ -1,7 +1,6 @@
 """Saving and loading: the state a run resumes from, and the model a stranger loads.
 
-Everything is safetensors and JSON; nothing is unpickled. Sharded training (ZeRO-3, FSDP) holds no
-rank's weights whole and is refused here.
+Everything is safetensors and JSON; nothing is unpickled.
 """
 
 import json

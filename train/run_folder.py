@@ -21,16 +21,17 @@ from recipes.resolve import Resolved, resolve
 _FREE = ("train.resume", "train.save_every_steps", "train.log_every_steps")
 
 
-def claim(resolved: Resolved) -> None:
-    """Writes the recipe into the run folder, which must be new, or the same run's on resume.
+def refuse_used(resolved: Resolved) -> None:
+    """Passes a run folder that is new, or on resume the same run's.
 
     Raises:
         UserError: the folder is in use, or is resumed with other settings.
     """
     train = resolved.config.train
     folder = Path(train.run_folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"train.run_folder {folder} is a file")
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise UserError(f"train.run_folder: {nearest} is not a folder that can be written to")
     if folder.is_dir() and any(folder.iterdir()):
         if not train.resume:
             raise UserError(
@@ -38,7 +39,11 @@ def claim(resolved: Resolved) -> None:
                 "train.resume=true"
             )
         _refuse_changes(resolved, folder)
-    resolved.write(folder)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in the folder has left its trained model."""
+    return (folder / "checkpoint").is_dir()
 
 
 def _refuse_changes(resolved: Resolved, folder: Path) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_wandb_available, set_seed
+from accelerate.utils import DistributedType, is_wandb_available, set_seed
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from cache_ops.hf import load_tokenizer, restore_rope_tables
+from cache_ops.hf import check_vocabulary, load_tokenizer, restore_rope_tables
 from cache_ops.rope import Rope
 from data_builders.build import load_built
 from data_builders.prompt import PromptTemplate
@@ -33,13 +33,21 @@ from train.checkpoint import load_state, save_model, save_state
 from train.examples import ExampleBuilder, Lengths
 from train.optim import optimizer_and_schedule, trainable_model
 from train.recorder import Recorder
-from train.run_folder import claim, flat
+from train.run_folder import flat, is_finished, refuse_used
 
 logger = logging.getLogger(__name__)
+
+WHOLE_MODEL_ON_EACH_RANK = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+)
 
 
 def train(resolved: Resolved) -> None:
     """Fine-tunes the recipe's model and leaves it in `<train.run_folder>/checkpoint`.
+
+    A finished run that is resumed stays as it is.
 
     Raises:
         UserError: no built data, a used run folder, settings that do not fit together.
@@ -48,6 +56,10 @@ def train(resolved: Resolved) -> None:
     """
     config = resolved.config
     run_folder = Path(config.train.run_folder)
+    refuse_used(resolved)
+    if is_finished(run_folder):
+        logger.info("%s is finished already", run_folder)
+        return
     if config.train.wandb and not is_wandb_available():
         raise UserError(
             "train.wandb is set but wandb is not installed: pip install 'coinrag[wandb]'"
@@ -57,11 +69,17 @@ def train(resolved: Resolved) -> None:
         log_with="wandb" if config.train.wandb else None,
         project_dir=str(run_folder),
     )
+    if accelerator.distributed_type not in WHOLE_MODEL_ON_EACH_RANK:
+        raise UserError(
+            f"training under {accelerator.distributed_type.value} is not supported: every rank "
+            "must hold the whole model (one process, or data-parallel ranks)"
+        )
     set_seed(config.seed)
     tokenizer = load_tokenizer(config.model.path)
     template = PromptTemplate(tokenizer, config.prompt)
     tables = load_built(config, "train")
     model = trainable_model(config)
+    check_vocabulary(model, tokenizer)
     builder = ExampleBuilder(tables, template, Rope.from_config(model.config), config)
     order = BatchOrder(
         samples=len(tables.samples),
@@ -71,8 +89,10 @@ def train(resolved: Resolved) -> None:
         seed=config.seed,
     )
     lengths = measure_lengths(builder, order.samples, accelerator.is_main_process)
+    # Every rank has seen the folder unused before the main one writes into it.
+    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        claim(resolved)
+        resolved.write(run_folder)
     accelerator.wait_for_everyone()
 
     total_steps = order.steps_per_epoch * config.train.epochs

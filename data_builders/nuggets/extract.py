@@ -27,9 +27,7 @@ _STARTERS = frozenset(
     "these they this those though under until when where while who with".split()
 )
 # A full stop with what closes over it; a missing space is allowed before a capital letter.
-_STOP = re.compile(
-    r"""(?P<word>\S*?)(?P<stop>[.!?…]+|[。！？])(?P<close>["'”’»)\]]*)(?P<gap>\s*)"""
-)
+_STOP = re.compile(r"""(?P<stop>[.!?…]+|[。！？])(?P<close>["'”’»)\]]*)(?P<gap>\s*)""")
 _NEXT_OPENS = re.compile(r"""["'“‘«(\[]*[^\W_]""")
 _BREAKS = (
     # Not a hyphen between spaces ("six - year terms"), nor a dash after a number.
@@ -70,9 +68,11 @@ def _is_title(line: str) -> bool:
 
 def _sentences(line: str) -> list[tuple[int, int]]:
     spans = []
-    start = 0
+    start = after_stop = 0
     for match in _STOP.finditer(line):
-        if _ends_sentence(line, match):
+        word = re.split(r"\s", line[after_stop : match.start()])[-1]
+        after_stop = match.end()
+        if _ends_sentence(line, word, match):
             spans.append((start, match.end("close")))
             start = match.end()
     if line[start:].strip():
@@ -80,7 +80,7 @@ def _sentences(line: str) -> list[tuple[int, int]]:
     return spans
 
 
-def _ends_sentence(line: str, match: re.Match[str]) -> bool:
+def _ends_sentence(line: str, word: str, match: re.Match[str]) -> bool:
     following = line[match.end() :]
     if not following:
         return True
@@ -90,7 +90,7 @@ def _ends_sentence(line: str, match: re.Match[str]) -> bool:
     if not opens:
         return False
     first = opens[0][-1]
-    word = match["word"].lstrip("\"'“‘«([")
+    word = word.lstrip("\"'“‘«([")
     if not match["gap"]:
         # "director.He", "1998.The" and "law).His" end a sentence; "U.S.A" and "3.5" do not.
         long_enough = len(word) > 1 and word.lower() not in _NEVER_FINAL

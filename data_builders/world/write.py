@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from random import Random
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from data_builders.world.asking import Question
@@ -17,6 +16,7 @@ from data_builders.world.names import NameSource
 from data_builders.world.prose import write_passages
 from data_builders.world.questions import make_questions, states_any
 from recipes.errors import UserError
+from recipes.files import write_text
 
 CONTEXTS = 10
 DATASET = "sample_world"
@@ -29,27 +29,31 @@ def write_world(
     """Write `train.jsonl`, `dev.jsonl` and `world.json` (counts and seed) into `folder`.
 
     Train and dev are two worlds that share no coined word, hence no entity and no fact. The same
-    arguments give the same bytes. Returns what `world.json` holds; UserError on a count below 1.
+    arguments give the same bytes. Returns what `world.json` holds; UserError on a count below 1 or
+    a folder that cannot be written.
     """
     counts = {"dev": dev_questions, "train": train_questions}
     for split, count in counts.items():
         if count < 1:
             raise UserError(f"{split}_questions must be at least 1, not {count}")
-    folder.mkdir(parents=True, exist_ok=True)
-    names = NameSource(Random(f"names {seed}"))
-    summary: dict[str, Any] = {"dataset": DATASET, "seed": seed}
-    # Dev comes first, so that it stays the same whatever the amount of training data.
-    for split, count in counts.items():
-        rng = Random(f"{split} {seed}")
-        rows = _rows(split, count, seed, rng, names)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        _replace(folder / f"{split}.jsonl", text)
-        summary[split] = {
-            "questions": count,
-            "passages": len({c["title"] for row in rows for c in row["contexts"]}),
-            "types": dict(sorted(Counter(row["type"] for row in rows).items())),
-        }
-    _replace(folder / "world.json", json.dumps(summary, indent=2) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = NameSource(Random(f"names {seed}"))
+        summary: dict[str, Any] = {"dataset": DATASET, "seed": seed}
+        # Dev comes first, so that it stays the same whatever the amount of training data.
+        for split, count in counts.items():
+            rng = Random(f"{split} {seed}")
+            rows = _rows(split, count, seed, rng, names)
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            write_text(folder / f"{split}.jsonl", text)
+            summary[split] = {
+                "questions": count,
+                "passages": len({c["title"] for row in rows for c in row["contexts"]}),
+                "types": dict(sorted(Counter(row["type"] for row in rows).items())),
+            }
+        write_text(folder / "world.json", json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write a world into {folder}: {error.strerror}") from error
     return summary
 
 
@@ -137,19 +141,3 @@ def _likeness(a: Entity, b: Entity) -> int:
     names = len(set(a.name.split()) & set(b.name.split()))
     facts = sum(b.facts.get(relation) is value for relation, value in a.facts.items())
     return 2 * (a.kind == b.kind) + 2 * names + facts
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a whole file beside `path`, then put it in place in one step."""
-    with NamedTemporaryFile(
-        "w", encoding="utf-8", newline="\n", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(text)
-            file.close()
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise

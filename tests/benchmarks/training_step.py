@@ -20,17 +20,14 @@ process of its own for each way. Prints one JSON object.
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
@@ -42,6 +39,7 @@ from cache_ops.packing import PackedBatch
 from cache_ops.rope import Rope, rotate
 from data_builders.build import load_built
 from data_builders.prompt import PromptTemplate
+from eval.environment import environment
 from recipes.resolve import resolve
 from train.batches import BatchOrder
 from train.examples import ExampleBuilder
@@ -245,10 +243,8 @@ def main() -> None:
         for way in WAYS
     }
     report = {
-        "date": date.today().isoformat(),
+        "environment": environment(),
         "arguments": options.arguments,
-        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "tokens_a_micro_batch": [batch.tokens for batch in batches],
         "median_seconds": {way: statistics.median(values) for way, values in seconds.items()},
         "speed_of_packed_relative_to": ratios,

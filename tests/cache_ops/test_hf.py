@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from small import tiny_tokenizer
 from tiny import tiny_model
 from transformers import (
     Gemma2Config,
@@ -17,6 +19,7 @@ from cache_ops.hf import (
     ModelNotFoundError,
     UnsupportedModelError,
     check_supported,
+    check_vocabulary,
     load_model,
     load_tokenizer,
 )
@@ -92,6 +95,30 @@ def test_missing_models_are_a_clear_error_with_the_nearest_folder(tmp_path) -> N
         load_model("nobody/nothing", "float32")
     with pytest.raises(ModelNotFoundError, match="no tokenizer at"):
         load_tokenizer(str(tmp_path / "smolm2"))
+
+
+def test_damaged_folders_say_what_is_wrong(tmp_path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelNotFoundError, match=r"lack 1 tensors .* model.layers.1.mlp.up_proj"):
+        load_model(str(tmp_path), "float32")
+    weights.write_bytes(b"not safetensors")
+    with pytest.raises(ModelNotFoundError, match="no readable safetensors weights"):
+        load_model(str(tmp_path), "float32")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelNotFoundError, match="no readable model in the folder"):
+        load_model(str(tmp_path), "float32")
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    check_vocabulary(tiny_model("llama", vocabulary=len(tokenizer)), tokenizer)
+    with pytest.raises(UnsupportedModelError, match="do not belong together"):
+        check_vocabulary(tiny_model("llama", vocabulary=100), tokenizer)
 
 
 def test_pickled_weights_are_not_read(tmp_path) -> None:

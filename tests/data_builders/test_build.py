@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from small import data_row, tiny_tokenizer, words_encoder, write_rows
+from transformers import GPT2Config, LlamaConfig
 
+from cache_ops.hf import UnsupportedModelError
 from data_builders import build as builder
 from data_builders import shards
 from data_builders.build import build, built_folder, load_built
@@ -23,6 +25,7 @@ class InterruptionError(Exception):
 def world(tmp_path, monkeypatch):
     """A tokenizer, an encoder folder and data; the encoder itself is the hashed-words one."""
     tiny_tokenizer().save_pretrained(tmp_path / "model")
+    LlamaConfig().save_pretrained(tmp_path / "model")
     (tmp_path / "encoder").mkdir()
     (tmp_path / "encoder" / "config.json").write_text("{}")
     write_rows(tmp_path / "train.jsonl", [data_row(number) for number in range(30)])
@@ -209,6 +212,20 @@ def test_a_mistake_in_the_data_leaves_nothing_behind(world):
     assert not (world / "built").exists()
 
 
+@pytest.mark.parametrize("root", ["file", "file/below", "x" * 300, "/proc/none"])
+def test_a_root_that_cannot_be_written_is_named(world, root):
+    (world / "file").write_text("")
+    config = recipe(world, data={"built_root": str(world / root)})
+    with pytest.raises(UserError, match=r"data\.built_root: cannot use .*: "):
+        build(config, "dev")
+
+
+def test_an_encoder_in_the_home_of_nobody_is_not_found(world):
+    config = recipe(world, retrieval={"encoder": "~no-such-user/encoder"})
+    with pytest.raises(UserError, match="no encoder at '~no-such-user/encoder'"):
+        build(config, "dev")
+
+
 def test_an_answer_absent_from_every_passage_is_kept_and_counted(world):
     row = data_row(1)
     row["answers_objects"][0]["spans"] = ["Atlantis"]
@@ -243,3 +260,10 @@ def test_two_builds_of_one_content_do_not_mix(world, monkeypatch):
     monkeypatch.setattr(builder, "load_encoder", second_build)
     folder = build(config, "dev")
     assert folder.is_dir()
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_building(world):
+    GPT2Config().save_pretrained(world / "model")
+    with pytest.raises(UnsupportedModelError, match="model type 'gpt2'"):
+        build(recipe(world), "train")
+    assert not (world / "built").exists()

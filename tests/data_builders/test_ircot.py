@@ -77,6 +77,13 @@ def without(name):
         (row(answers_objects=[answer(date=[1])]), ["answers_objects[0].date: expected an object"]),
         (row(answers_objects=[answer(number=[])]), ["answers_objects[0].number"]),
         (row(question_text="\ud800?"), ["question_text: expected Unicode text"]),
+        (row(answers_objects=[answer(number="\ud800")]), ["answers_objects[0].number: expected"]),
+        (row(answers_objects=[answer(number=float("nan"))]), ["answers_objects[0].number"]),
+        (row(answers_objects=[answer(date={"day": "\ud800"})]), ["[0].date.day: expected Unicode"]),
+        (row(answers_objects=[answer(date={"day": [1]})]), ["[0].date.day: expected a string"]),
+        (row(answers_objects=[answer(" ", "")]), ["expected at least one answer"]),
+        ('{"idx": ' + "9" * 5000 + "}", ["malformed JSON", "digits"]),
+        ("[" * 100_000, ["malformed JSON"]),
     ],
 )
 def test_a_mistake_names_file_line_and_field(tmp_path, bad, parts):
@@ -120,6 +127,15 @@ def test_other_questions_under_one_id_stay_apart_with_a_warning(tmp_path, caplog
     assert len(set(ids)) == 3
     assert ids == [question.id for question in read_ircot(path)]
     assert f"{path}:2: question_id 'q1' is taken" in caplog.text
+
+
+def test_no_row_is_lost_when_a_made_id_is_taken(tmp_path):
+    rows = [row(), row(question_text="What?")]
+    made = read_ircot(write(tmp_path / "a.jsonl", *rows))[1].id
+    taken = row(question_id=made, question_text="When?")
+    questions = read_ircot(write(tmp_path / "b.jsonl", taken, *rows))
+    assert [question.text for question in questions] == ["When?", "Who?  ", "What?"]
+    assert len({question.id for question in questions}) == 3
 
 
 def test_a_blank_id_is_made_of_the_question(tmp_path):

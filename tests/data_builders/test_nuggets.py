@@ -1,3 +1,4 @@
+import time
 import unicodedata
 
 import hypothesis.strategies as st
@@ -150,3 +151,9 @@ def test_canonical_forms_are_equal_and_offsets_are_the_originals(form, candidate
 def test_case_and_accents_are_a_matter_of_similarity():
     [found] = align("Then FRANÇOISE Née came.", ["francoise nee came."], 1.0).located
     assert (found.kind, found.similarity, found.start) == ("fuzzy", 1.0, 5)
+
+
+def test_a_long_run_without_spaces_or_stops_takes_no_quadratic_time():
+    started = time.process_time()
+    rules("=" * 60_000)
+    assert time.process_time() - started < 5

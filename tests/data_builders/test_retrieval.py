@@ -3,6 +3,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
 from data_builders.retrieval import (
@@ -95,3 +96,13 @@ def test_real_encoder_gives_unit_rows_whatever_the_batch(minilm, capfd):
     assert top(scores[1], 12) == top(scores[8], 12)
     assert top(scores[1], 12)[:5] == [0, 4, 8, 2, 6]
     assert "it/s" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps"])
+def test_a_device_that_is_not_there_is_named(tmp_path, device):
+    if device == "mps" and torch.backends.mps.is_available():
+        pytest.skip("this machine has MPS")
+    (tmp_path / "config.json").write_text("{}")
+    config = RetrievalConfig(encoder=str(tmp_path), device=device)
+    with pytest.raises(UserError, match=f"no {device} on this machine; it has 1 cpu"):
+        load_encoder(config)

@@ -96,6 +96,22 @@ def test_wrong_recipe_ends_with_two_and_one_message(command: str) -> None:
     assert "did you mean train.epochs?" in report["error"]
 
 
+def test_json_takes_a_name_that_is_no_unicode() -> None:
+    done = _coinrag("build", os.fsdecode(b"caf\xff"), "--json")
+    assert done.returncode == 2, done.stderr
+    assert json.loads(done.stdout)["status"] == 2
+
+
+def test_a_world_that_cannot_be_written_ends_with_two(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "dev.jsonl").mkdir(parents=True)
+    for folder in ("file", "file/below", "taken"):
+        done = _coinrag("world", folder, "--train", "3", "--dev", "2", folder=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith(f"error: cannot write a world into {folder}: ")
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["dev.jsonl"]
+
+
 def test_stdout_is_empty_when_a_command_fails_without_json() -> None:
     done = _coinrag("build", "quikstart")
     assert (done.returncode, done.stdout) == (2, "")

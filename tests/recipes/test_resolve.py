@@ -265,3 +265,33 @@ def test_config_is_frozen(tiny: str) -> None:
     config = resolve([tiny]).config
     with pytest.raises(ValueError, match="frozen"):
         config.train.epochs = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ('name="\\ud800"', "name (command line): expected Unicode text, got"),
+        ('prompt.system="\\ud800"', "prompt.system (command line): expected Unicode text"),
+        ('data.train=["a\\0b"]', "data.train.0 (command line): expected Unicode text without NUL"),
+        ('prompt.system="\\UFFFFFFFF"', "prompt.system (command line): not YAML"),
+        ("seed=" + "9" * 5000, "seed (command line): not YAML"),
+        (f"seed={2**32}", "seed (command line): expected less than 4294967296"),
+        ("data.train=[x, ./x]", "data.train (command line): expected each entry once"),
+        (
+            "data.dev=[a/../train.jsonl]",
+            "data.dev (command line): 'a/../train.jsonl' is a training",
+        ),
+        (
+            "eval.widths=[{k_c: 1, k: 2}, {k_c: 1, k: 2}]",
+            "eval.widths (command line): expected each",
+        ),
+        ("=x", "=x (command line): unknown key"),
+    ],
+)
+def test_values_that_nothing_could_use_are_refused(tiny: str, override: str, expected: str) -> None:
+    assert expected in _message(tiny, override)
+
+
+def test_an_override_may_be_longer_than_a_file_name(tiny: str) -> None:
+    text = "word " * 2000
+    assert resolve([tiny, f"prompt.before_passages={text}"]).config.prompt.before_passages == text

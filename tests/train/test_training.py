@@ -106,6 +106,8 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(workplace, plain) 
     assert [line["step"] for line in resumed] == list(range(1, 10))
     assert losses(resumed) == losses(plain)
     assert_same_weights(workplace, "killed", "plain", 0)
+    # Asked again, a finished run stays as it is.
+    assert workplace.train("killed", *schedule, "train.resume=true") == resumed
 
 
 def test_the_checkpoint_loads_in_a_process_that_knows_only_transformers(workplace, plain) -> None:
@@ -168,6 +170,9 @@ def test_mistakes_are_told_before_anything_is_written(workplace, plain) -> None:
     assert "model.dtype=float32" in workplace.refused("new", "model.dtype=bfloat16")
     lora = ["train.tuning=lora", "train.lora.target_modules=[q_prj]"]
     assert "q_prj not in the model" in workplace.refused("new", *lora)
+    assert "recipe.yaml is not a folder that can be written to" in workplace.refused(
+        "recipe.yaml/run"
+    )
     assert not (workplace.folder / "new").exists()
 
 
