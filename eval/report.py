@@ -144,7 +144,9 @@ def plot(result: Json, path: Path) -> None:
     handles, labels = tokens.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(_NAMES), frameon=False)
     questions = result["results"][0]["questions"]
-    figure.suptitle(f"{result['recipe']}: {questions} questions, bars are 95% intervals")
+    figure.suptitle(
+        f"{result['recipe']}: {questions} questions; bars are 95% intervals; points set apart"
+    )
 
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=150)

