@@ -87,7 +87,7 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             local_files_only=True,
             dtype=getattr(torch, dtype),
@@ -98,6 +98,7 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
         raise ModelNotFoundError(
             f"{path} has a config but no readable safetensors weights: {error}"
         ) from error
+    model, found = loaded
     if absent := sorted(found["missing_keys"]):
         raise ModelNotFoundError(
             f"the weights at {path} lack {len(absent)} tensors of the model, {absent[0]} first"
@@ -141,7 +142,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     Raises:
         UnsupportedModelError
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > rows:
         raise UnsupportedModelError(
             f"the tokenizer has {len(tokenizer)} tokens and the model {rows} embeddings; "

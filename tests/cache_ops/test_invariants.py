@@ -157,9 +157,11 @@ def test_gradients_equal_two_passes(model_of, architecture, rope, batch) -> None
     reference = gradients(model, cross_entropy(two_passes, labels))
     assert ours.keys() == reference.keys()
     largest = max(gradient.abs().max() for gradient in reference.values())
+    # The reference's angles are formed in fp32, so its error grows with the position.
+    tolerance = 1e-4 * max(1, max(example.plan.length for example in examples) / 512)
     for name, gradient in reference.items():
         difference = (ours[name] - gradient).abs().max() / largest
-        assert difference < 1e-4, f"{name}: {difference:.2e}"
+        assert difference < tolerance, f"{name}: {difference:.2e}"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

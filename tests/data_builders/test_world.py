@@ -1,5 +1,6 @@
 """The sample world: its rows are valid, its answers unique, its two halves apart."""
 
+import errno
 import json
 import re
 from calendar import month_name
@@ -307,9 +308,9 @@ def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full_disk(self, target):
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr(Path, "replace", full_disk)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(UserError, match=r"cannot write a world .* no space left"):
         write_world(tmp_path, train_questions=3, dev_questions=3, seed=1)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
