@@ -20,12 +20,13 @@ process of its own for each way. Prints one JSON object.
 
 import argparse
 import json
-import resource
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -188,6 +189,12 @@ def step(way: str, model: PreTrainedModel, batch: PackedBatch) -> tuple[float, f
     return seconds, float(loss)
 
 
+def peak_memory_gib() -> float:
+    """Of this program alone; getrusage would count its parent's memory at the fork, too."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**20
+
+
 def load(arguments: list[str], count: int) -> tuple[PreTrainedModel, list[PackedBatch]]:
     config = resolve(arguments).config
     tables = load_built(config, "train")
@@ -209,7 +216,7 @@ def main() -> None:
         model, batches = load(options.arguments, 1)
         for _ in range(2):
             step(options.memory_of, model, batches[0])
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        print(peak_memory_gib())
         return
 
     model, batches = load(options.arguments, options.repeats)
