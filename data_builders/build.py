@@ -15,10 +15,11 @@ from functools import cache
 from pathlib import Path
 
 from cache_ops.hf import load_config, load_tokenizer
-from data_builders.ircot import Passage, Question, read_ircot
+from data_builders.ircot import read_ircot
 from data_builders.key import Split, build_key, key_folder, split_files, split_rows
 from data_builders.nuggets.extract import EXTRACTORS
 from data_builders.raft import DistractorPools, Noised, add_noise
+from data_builders.records import Passage, Question
 from data_builders.report import make_report, render_report
 from data_builders.retrieval import load_encoder
 from data_builders.shards import embed_once, run_shards

@@ -8,12 +8,12 @@ import json
 import logging
 import math
 import re
-import unicodedata
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data_builders.records import Passage, Question
 from recipes.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -22,31 +22,6 @@ MISTAKES_SHOWN = 10
 _MISSING = object()
 _TYPE_NAMES = {str: "a string", list: "a list", dict: "an object", bool: "true or false"}
 _JSON_NAMES = {type(None): "null", int: "a number", float: "a number", **_TYPE_NAMES}
-
-
-@dataclass(frozen=True)
-class Passage:
-    """One context of a question."""
-
-    title: str
-    text: str
-    is_supporting: bool
-
-    @property
-    def full_text(self) -> str:
-        """What is tokenized and retrieved: the title line, then the paragraph."""
-        return f"{self.title}\n{self.text}\n"
-
-
-@dataclass(frozen=True)
-class Question:
-    """One row: a question, every acceptable answer, and its contexts in file order."""
-
-    id: str
-    dataset: str
-    text: str
-    answers: tuple[str, ...]
-    passages: tuple[Passage, ...]
 
 
 class _RowError(Exception):
@@ -98,18 +73,6 @@ def read_ircot(*paths: str | Path, limit: int | None = None) -> list[Question]:
         if rows == 0:
             raise UserError(f"{path}: no rows; expected one JSON object a line")
     return list(questions.values())
-
-
-def answer_key(text: str) -> str:
-    """Case-folded words between single spaces, for finding an answer in text by whole words."""
-    words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
-    return f" {' '.join(words)} "
-
-
-def holds_answer(text_key: str, answers: Sequence[str]) -> bool:
-    """Whether any answer occurs, word for word, in the text whose `answer_key` is given."""
-    keys = [answer_key(answer) for answer in answers]
-    return any(key.strip() and key in text_key for key in keys)
 
 
 def _digest(text: str) -> str:

@@ -10,7 +10,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from data_builders.ircot import Passage, Question, answer_key, holds_answer
+from data_builders.answers import answer_key, holds_answer
+from data_builders.records import Passage, Question
 
 DRAWS_PER_PASSAGE = 1000
 

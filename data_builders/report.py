@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_builders.ircot import answer_key
+from data_builders.answers import answer_key
 from data_builders.stages import ALIGNMENT_KINDS, SAMPLE_SHARD_COLUMNS
 
 if TYPE_CHECKING:

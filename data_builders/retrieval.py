@@ -51,7 +51,7 @@ def load_encoder(config: RetrievalConfig) -> Encoder:
     def encode(texts: Sequence[str]) -> Embeddings:
         with _without_progress_bars():
             found = model.encode(
-                list(texts), batch_size=config.batch_size, max_length=MAX_TEXT_TOKENS
+                list(texts), batch_size=config.batch_size or 1, max_length=MAX_TEXT_TOKENS
             )
         dense = found["dense_vecs"] if isinstance(found, dict) else found
         return unit_rows(np.asarray(dense))

@@ -6,11 +6,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data_builders.answers import answer_key, holds_answer
 from data_builders.chunking import TextChunk, chunk_text, covering_tokens
-from data_builders.ircot import Passage, Question, answer_key, holds_answer
 from data_builders.nuggets.align import align
 from data_builders.nuggets.extract import Extractor
 from data_builders.raft import Noised
+from data_builders.records import Passage, Question
 from data_builders.retrieval import Embeddings, cosine_scores, select_nuggets, top
 from data_builders.tables import CHUNK_COLUMNS, SAMPLE_COLUMNS, Chunk
 

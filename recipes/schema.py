@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -71,21 +72,37 @@ class Section(BaseModel):
     )
 
 
+def _known_device(device: str) -> str:
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+        raise mistake(f"expected cpu, mps, cuda or cuda:N, got {device!r}")
+    return device
+
+
+Device = Annotated[str, AfterValidator(_known_device)]
+
+
 class ModelConfig(Section):
     path: Text
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+DataFormat = Literal["ircot", "jsonl", "hotpotqa", "2wikimultihopqa", "musique", "longbench"]
+
+
 class DataConfig(Section):
-    format: Literal["ircot"] = "ircot"
+    format: DataFormat = "ircot"
+    # null: as `format`.
+    dev_format: DataFormat | None = None
     train: Annotated[list[Text], Field(min_length=1)]
     dev: Annotated[list[Text], Field(min_length=1)]
+    # Files of passages, searched together with all contexts when retrieval.candidates is corpus.
+    corpus: list[Text] = []
     train_rows_per_file: Positive | None = None
     dev_rows_per_file: Positive | None = None
     chunk_tokens: Positive = 512
     built_root: Text = "built"
 
-    @field_validator("train", "dev")
+    @field_validator("train", "dev", "corpus")
     @classmethod
     def _each_file_once(cls, files: list[str]) -> list[str]:
         _refuse_repeats([os.path.normpath(path) for path in files])
@@ -101,28 +118,79 @@ class DataConfig(Section):
         return dev
 
 
+class LlmConfig(Section):
+    """Nugget extraction through an OpenAI-compatible server; prices are in USD a million tokens."""
+
+    model: Text
+    # null: the client's own, OpenAI's or that of the environment's OPENAI_BASE_URL.
+    base_url: Text | None = None
+    # The environment variable that holds the key; a key itself never stands in a recipe.
+    api_key_variable: Text = "OPENAI_API_KEY"
+    # auto: the strictest that the server takes, found by asking once.
+    output: Literal["auto", "json_schema", "json_object", "text"] = "auto"
+    max_output_tokens: Positive = 1024
+    concurrent_requests: Positive = 16
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
+    attempts: Positive = 6
+    input_price: Annotated[float, Field(ge=0.0)] | None = None
+    output_price: Annotated[float, Field(ge=0.0)] | None = None
+    max_requests: Positive | None = None
+    max_total_tokens: Positive | None = None
+    max_cost: Annotated[float, Field(gt=0.0)] | None = None
+
+
+class LocalModelConfig(Section):
+    """Nugget extraction by an instruct model in this process."""
+
+    path: Text
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Device = "cpu"
+    batch_size: Positive = 8
+    max_new_tokens: Positive = 512
+
+
 class NuggetsConfig(Section):
-    extractor: Literal["rules"] = "rules"
+    extractor: Literal["rules", "llm", "local_model"] = "rules"
     # Similarity from which a fuzzy match is taken; null: exact matches only.
     fuzzy_threshold: Fraction | None = 0.7
+    llm: LlmConfig | None = None
+    local_model: LocalModelConfig | None = None
+
+    @model_validator(mode="after")
+    def _extractor_is_described(self) -> Self:
+        if self.extractor != "rules" and getattr(self, self.extractor) is None:
+            raise mistake(
+                f"nuggets.extractor {self.extractor} needs the section nuggets.{self.extractor}",
+                at=f"nuggets.{self.extractor}",
+            )
+        return self
 
 
 class RetrievalConfig(Section):
     encoder: Text
     encoder_kind: Literal["bge_m3", "flag_cls", "flag_mean"] = "bge_m3"
+    # contexts: a question is searched in its own passages; corpus: in all passages of the split.
+    candidates: Literal["contexts", "corpus"] = "contexts"
+    # one_stage: the best nuggets of all candidates, without choosing chunks first.
+    selection: Literal["two_stage", "one_stage"] = "two_stage"
     k_c: Positive = 5
     k: Positive = 10
     order: Literal["rank_then_document", "score"] = "rank_then_document"
     overlap: Literal["merge", "keep"] = "merge"
-    batch_size: Positive = 32
-    device: str = "cpu"
+    # Texts a forward pass. null: 32 on a GPU; 1 on a CPU, where padding costs more than batches
+    # gain and a vector's bits then do not depend on which texts it was encoded with.
+    batch_size: Positive | None = None
+    device: Device = "cpu"
 
-    @field_validator("device")
-    @classmethod
-    def _known_device(cls, device: str) -> str:
-        if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
-            raise mistake(f"expected cpu, mps, cuda or cuda:N, got {device!r}")
-        return device
+
+class BuildConfig(Section):
+    """Where the work of a build is done. Tables do not depend on it."""
+
+    executor: Literal["local", "ray"] = "local"
+    # null: a Ray of this machine's own; auto: the cluster this machine belongs to; or host:port.
+    ray_address: Text | None = None
+    ray_workers: Positive = 2
+    ray_gpus_a_worker: Annotated[float, Field(ge=0.0)] = 0.0
 
 
 class RaftConfig(Section):
@@ -246,6 +314,7 @@ class Recipe(Section):
     data: DataConfig
     nuggets: NuggetsConfig = NuggetsConfig()
     retrieval: RetrievalConfig
+    build: BuildConfig = BuildConfig()
     raft: RaftConfig = RaftConfig()
     prompt: PromptConfig = PromptConfig()
     context: ContextConfig = ContextConfig()

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from data_builders.ircot import answer_key, holds_answer, read_ircot
+from data_builders.answers import answer_key, holds_answer
+from data_builders.ircot import read_ircot
 from recipes.errors import UserError
 
 EMPTY_DATE = {"day": "", "month": "", "year": ""}

@@ -4,8 +4,10 @@ from dataclasses import replace
 import pytest
 from small import data_row, write_rows
 
-from data_builders.ircot import Passage, answer_key, holds_answer, read_ircot
+from data_builders.answers import answer_key, holds_answer
+from data_builders.ircot import read_ircot
 from data_builders.raft import DistractorPools, add_noise
+from data_builders.records import Passage
 
 
 @pytest.fixture(scope="module")

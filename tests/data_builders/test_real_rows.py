@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from small import tiny_tokenizer
 
-from data_builders.ircot import answer_key, holds_answer, read_ircot
+from data_builders.answers import answer_key, holds_answer
+from data_builders.ircot import read_ircot
 from data_builders.nuggets.align import align
 from data_builders.nuggets.extract import MAX_TITLE_WORDS, MAX_WORDS, rules
 from data_builders.stages import chunk_rows
