@@ -84,6 +84,15 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
         ModelNotFoundError, UnsupportedModelError
     """
     load_config(path)
+    return load_causal_model(path, dtype)
+
+
+def load_causal_model(path: str, dtype: str) -> PreTrainedModel:
+    """Loads any causal LM, for uses that need no slicing; otherwise as `load_model`.
+
+    Raises:
+        ModelNotFoundError
+    """
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
@@ -94,7 +103,7 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotFoundError(
             f"{path} has a config but no readable safetensors weights: {error}"
         ) from error

@@ -1,8 +1,9 @@
 """`coinrag build`: from questions and passages to the chunks and samples tables.
 
-Three stages, each in shards that are put on disk whole or not at all: chunks of the distinct
-passages, embeddings of the distinct texts, samples. A build that was stopped goes on after its last
-finished shard and gives the same tables.
+Input is read into an intake on disk; the distinct passages are chunked and their nuggets located;
+what is compared is embedded; every question gets its chunks and nuggets. Whatever costs time or
+money is an asset kept by content under `data.built_root/assets`: a build that was stopped goes on,
+and one with changed input makes only what changed. Either way the tables have the same bytes.
 """
 
 import fcntl
@@ -10,76 +11,88 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from cache_ops.hf import load_config, load_tokenizer
-from data_builders.ircot import read_ircot
-from data_builders.key import Split, build_key, key_folder, split_files, split_rows
-from data_builders.nuggets.extract import EXTRACTORS
-from data_builders.raft import DistractorPools, Noised, add_noise
-from data_builders.records import Passage, Question
-from data_builders.report import make_report, render_report
-from data_builders.retrieval import load_encoder
-from data_builders.shards import embed_once, run_shards
-from data_builders.stages import (
-    CHUNK_SHARD_COLUMNS,
-    SAMPLE_SHARD_COLUMNS,
-    chunk_rows,
-    retrieve_chunks,
-    sample_row,
-)
-from data_builders.tables import (
-    CHUNK_COLUMNS,
-    SAMPLE_COLUMNS,
-    Chunk,
-    Tables,
-    chunk_from_row,
-    load_tables,
-    read_table,
-    write_table,
-)
+from data_builders.assets import Needed
+from data_builders.extraction import ChunkTexts, open_journal
+from data_builders.intake import Intake
+from data_builders.key import Split, build_key, key_folder, split_files, split_format, split_rows
+from data_builders.nuggets.llm.batch_files import BatchReport, read_batch_files, write_batch_files
+from data_builders.pipeline import Pipeline
+from data_builders.readers import read_corpus, read_questions
+from data_builders.records import Question
+from data_builders.report import render_report
+from data_builders.tables import Tables, load_tables
 from recipes.errors import UserError
 from recipes.schema import Recipe
 
 log = logging.getLogger(__name__)
 
-# Items a shard; a change moves unfinished builds' shards, so raise key.FORMAT with it.
-PASSAGES_A_SHARD = 1024
-QUESTIONS_A_SHARD = 256
+
+@dataclass(frozen=True)
+class Built:
+    """A finished build: its folder, and what was made anew for it; nothing if it was there."""
+
+    folder: Path
+    made: dict[str, Needed]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the build found, see `report.Tally`."""
+        report: dict[str, Any] = json.loads((self.folder / "report.json").read_text("utf-8"))
+        return report
 
 
-def build(config: Recipe, split: Split) -> Path:
+def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
     """Builds the tables of a split, unless the same content was built before.
 
+    Args:
+        config: the recipe.
+        split: which of its data.
+        retry_failed: ask the model of `nuggets.llm` again about chunks for which it has failed.
+
     Returns:
-        The folder with `chunks/`, `samples/`, `report.json` and `key.json`.
+        The folder with `chunks.arrow`, `samples.arrow`, `report.json` and `key.json`.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_config`.
         UserError: malformed data; a data file, model or encoder that is not there; a
-            `data.built_root` that cannot be written.
+            `data.built_root` that cannot be written; a model server or cluster that fails.
     """
     key = build_key(config, split)
     folder = key_folder(config, split, key)
-    if _is_built(folder):
+    if _is_built(folder) and not (retry_failed and _has_failures(Built(folder, {}))):
         log.info("build of %s: hit, %s has the same content and settings", split, folder)
-        return folder
+        return Built(folder, {})
     log.info("build of %s: miss, building %s", split, folder)
     # A model that cannot be trained is told now, and not when hours of building are done.
     load_config(config.model.path)
-    questions = read_ircot(*split_files(config, split), limit=split_rows(config, split))
     partial = folder.with_name(f"{folder.name}.partial")
-    with _locked(partial):
-        _build_tables(config, split, questions, partial)
+    with _locked(partial), Intake(partial / "intake.sqlite") as intake:
+        try:
+            intake.fill(read_corpus(config.data.corpus), _questions(config, split))
+        except UserError:
+            _forget(partial)
+            raise
         final = partial / "final"
+        shutil.rmtree(final, ignore_errors=True)
+        final.mkdir()
+        with ExitStack() as stack:
+            pipeline = Pipeline.open(config, split, partial, intake, stack)
+            report = pipeline.run(final, retry_failed=retry_failed)
+        (final / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
         (final / "key.json").write_text(json.dumps(key, indent=2), encoding="utf-8")
-        final.replace(folder)
+        if folder.exists():
+            folder.rename(partial / "replaced")
+        final.rename(folder)
         shutil.rmtree(partial)
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    log.info("built %s\n%s", folder, render_report(report))
-    return folder
+    log.info("built %s\n%s\n%s", folder, render_report(report), render_made(pipeline.made))
+    return Built(folder, pipeline.made)
 
 
 def built_folder(config: Recipe, split: Split) -> Path:
@@ -102,6 +115,58 @@ def load_built(config: Recipe, split: Split) -> Tables:
     return load_tables(folder)
 
 
+def render_made(made: dict[str, Needed]) -> str:
+    """How much of each kind of asset was there before, one line a kind."""
+    return "\n".join(
+        f"{kind}: {needed.distinct - needed.missing:,} of {needed.distinct:,} reused, "
+        f"{needed.missing:,} made"
+        for kind, needed in made.items()
+    )
+
+
+def write_batches(config: Recipe, split: Split, folder: Path) -> list[Path]:
+    """Batch-API files, in `folder`, of the requests that a build of the split would make.
+
+    Raises:
+        UserError: the recipe asks no model, malformed data, or `folder` holds such files already.
+    """
+    with (
+        TemporaryDirectory(prefix="coinrag-") as scratch,
+        Intake(Path(scratch) / "intake.sqlite") as intake,
+        closing(open_journal(config)) as journal,
+    ):
+        intake.fill(read_corpus(config.data.corpus), _questions(config, split))
+        tokenizer = load_tokenizer(config.model.path)
+        texts = ChunkTexts(intake, tokenizer, config.data.chunk_tokens)
+        return write_batch_files(texts, journal, folder)
+
+
+def read_batches(config: Recipe, files: Sequence[Path]) -> BatchReport:
+    """Takes the results in Batch-API output and error files into the journal.
+
+    Raises:
+        UserError: the recipe asks no model, or the files hold no results of its requests.
+    """
+    with closing(open_journal(config)) as journal:
+        return read_batch_files(files, journal)
+
+
+def _has_failures(built: Built) -> bool:
+    return bool(built.report.get("extraction", {}).get("failed"))
+
+
+def _questions(config: Recipe, split: Split) -> Iterator[Question]:
+    """The questions of a split, each with something to be searched in."""
+    files, rows = split_files(config, split), split_rows(config, split)
+    for question in read_questions(files, split_format(config, split), rows):
+        if config.retrieval.candidates == "contexts" and not question.passages:
+            raise UserError(
+                f"{question.place}: contexts: none; to search such questions in the passages of "
+                "data.corpus, set retrieval.candidates=corpus"
+            )
+        yield question
+
+
 def _is_built(folder: Path) -> bool:
     try:
         return folder.is_dir()
@@ -113,85 +178,11 @@ def _unusable_root(error: OSError) -> UserError:
     return UserError(f"data.built_root: cannot use {error.filename}: {error.strerror}")
 
 
-def _build_tables(
-    config: Recipe, split: Split, questions: Sequence[Question], partial: Path
-) -> None:
-    """Runs the stages inside `partial`; leaves tables and report in `partial/final`."""
-    passages = list(
-        {passage.full_text: passage for row in questions for passage in row.passages}.values()
-    )
-    chunk_shards = _chunk_stage(config, passages, partial / "chunks")
-    chunk_table = read_table(*chunk_shards)
-    rows = {name: row for row, name in reversed(list(enumerate(chunk_table["chunk_id"][:])))}
-    distinct = chunk_table.select(sorted(rows.values()))
-    chunks = {row["chunk_id"]: chunk_from_row(row) for row in distinct}
-    passage_chunks: dict[str, list[Chunk]] = {passage.full_text: [] for passage in passages}
-    for passage, name in zip(chunk_table["passage"][:], chunk_table["chunk_id"][:], strict=True):
-        passage_chunks[passages[passage].full_text].append(chunks[name])
-
-    def chunks_of(passage: Passage) -> list[Chunk]:
-        return passage_chunks[passage.full_text]
-
-    noised = _raft(config, split, questions)
-    load = cache(lambda: load_encoder(config.retrieval))
-    texts = [chunk.text for chunk in chunks.values()] + [question.text for question in questions]
-    embed = embed_once(partial / "embeddings", texts, load, "chunks and questions")
-    retrieved = [
-        retrieve_chunks(row.question, chunks_of, embed, config.retrieval.k_c) for row in noised
-    ]
-    # Only nuggets of retrieved chunks are ever compared with a question.
-    nuggets = [text for row in retrieved for chunk in row.chunks for text in chunk.nugget_texts]
-    embed_nuggets = embed_once(partial / "nugget_embeddings", nuggets, load, "nuggets")
-
-    def write_samples(target: Path, shard: range) -> None:
-        made = [
-            sample_row(
-                noised[index], retrieved[index], chunks_of, embed_nuggets, config.retrieval.k
-            )
-            for index in shard
-        ]
-        write_table(target, made, SAMPLE_SHARD_COLUMNS)
-
-    samples = read_table(
-        *run_shards(partial / "samples", len(noised), QUESTIONS_A_SHARD, write_samples, "questions")
-    )
-    final = partial / "final"
-    shutil.rmtree(final, ignore_errors=True)
-    distinct.select_columns(list(CHUNK_COLUMNS)).save_to_disk(final / "chunks")
-    samples.select_columns(list(SAMPLE_COLUMNS)).save_to_disk(final / "samples")
-    context_passages = sum(len(question.passages) for question in questions)
-    report = make_report(distinct, samples, context_passages)
-    (final / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
-
-
-def _chunk_stage(config: Recipe, passages: Sequence[Passage], folder: Path) -> list[Path]:
-    tokenizer = load_tokenizer(config.model.path)
-    extract = EXTRACTORS[config.nuggets.extractor]
-
-    def write(target: Path, shard: range) -> None:
-        rows = [
-            row
-            for index in shard
-            for row in chunk_rows(
-                passages[index],
-                index,
-                tokenizer,
-                config.data.chunk_tokens,
-                extract,
-                config.nuggets.fuzzy_threshold,
-            )
-        ]
-        write_table(target, rows, CHUNK_SHARD_COLUMNS)
-
-    return run_shards(folder, len(passages), PASSAGES_A_SHARD, write, "passages")
-
-
-def _raft(config: Recipe, split: Split, questions: Sequence[Question]) -> list[Noised]:
-    if split != "train":
-        return [Noised(question, drawn=False, noised=False) for question in questions]
-    pools = DistractorPools(questions)
-    probability = config.raft.noise_probability
-    return [add_noise(question, pools, probability, config.seed) for question in questions]
+def _forget(partial: Path) -> None:
+    """Leaves nothing of a build whose input was wrong."""
+    shutil.rmtree(partial)
+    with suppress(OSError):
+        partial.parent.rmdir()
 
 
 @contextmanager

@@ -8,35 +8,37 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from cache_ops.hf import load_tokenizer
-from data_builders.retrieval import encoder_identity
+from data_builders.encoder import batch_size, encoder_identity
+from data_builders.nuggets.extract import extractor_identity
 from recipes.errors import UserError
-from recipes.schema import Recipe
+from recipes.schema import DataFormat, Recipe
 
 Split = Literal["train", "dev"]
 # To be raised whenever the same inputs and settings would give other tables.
-FORMAT = 3
+FORMAT = 4
 
 
 def build_key(config: Recipe, split: Split) -> dict[str, Any]:
     """Everything that decides the tables of a split; equal keys mean equal tables.
 
     Raises:
-        UserError: a data file or the encoder is not there.
+        UserError: a data file, the encoder or an extractor's model is not there.
     """
+    retrieval = config.retrieval
     key: dict[str, Any] = {
-        "format": FORMAT,
         "split": split,
-        "data_format": config.data.format,
+        "data_format": split_format(config, split),
         "files_sha256": [_file_digest(path) for path in split_files(config, split)],
+        "corpus_sha256": [_file_digest(path) for path in config.data.corpus],
         "rows_per_file": split_rows(config, split),
-        "tokenizer_sha256": tokenizer_identity(load_tokenizer(config.model.path)),
-        "chunk_tokens": config.data.chunk_tokens,
-        "extractor": config.nuggets.extractor,
-        "fuzzy_threshold": config.nuggets.fuzzy_threshold,
-        "encoder_sha256": encoder_identity(config.retrieval.encoder),
-        "encoder_kind": config.retrieval.encoder_kind,
-        "k_c": config.retrieval.k_c,
-        "k": config.retrieval.k,
+        "chunks": chunks_key(config),
+        "encoder": encoder_key(config),
+        "weights": retrieval.weights.model_dump(),
+        "bm25": retrieval.bm25,
+        "candidates": retrieval.candidates,
+        "selection": retrieval.selection,
+        "k_c": retrieval.k_c,
+        "k": retrieval.k,
     }
     if split == "train":
         key["seed"] = config.seed
@@ -44,15 +46,52 @@ def build_key(config: Recipe, split: Split) -> dict[str, Any]:
     return key
 
 
+def chunks_key(config: Recipe) -> dict[str, Any]:
+    """What decides the chunks and nuggets of a passage."""
+    return {
+        "format": FORMAT,
+        "tokenizer_sha256": tokenizer_identity(load_tokenizer(config.model.path)),
+        "chunk_tokens": config.data.chunk_tokens,
+        "extractor": extractor_identity(config.nuggets),
+        "fuzzy_threshold": config.nuggets.fuzzy_threshold,
+    }
+
+
+def encoder_key(config: Recipe) -> dict[str, Any]:
+    """What decides the vectors of a text."""
+    retrieval = config.retrieval
+    return {
+        "sha256": encoder_identity(retrieval.encoder),
+        "kind": retrieval.encoder_kind,
+        "sparse": retrieval.weights.sparse > 0,
+        "colbert": retrieval.weights.colbert > 0,
+        "batch_size": batch_size(retrieval),
+    }
+
+
+def digest(key: dict[str, Any]) -> str:
+    """A short name for a key."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def key_folder(config: Recipe, split: Split, key: dict[str, Any]) -> Path:
     """The folder under `data.built_root` that belongs to a key."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return Path(config.data.built_root) / f"{split}-{digest[:16]}"
+    return Path(config.data.built_root) / f"{split}-{digest(key)}"
+
+
+def assets_folder(config: Recipe) -> Path:
+    """Where the assets of all builds under `data.built_root` lie."""
+    return Path(config.data.built_root) / "assets"
 
 
 def split_files(config: Recipe, split: Split) -> list[str]:
     """The data files of a split."""
     return config.data.train if split == "train" else config.data.dev
+
+
+def split_format(config: Recipe, split: Split) -> DataFormat:
+    """The format of a split's data files."""
+    return config.data.format if split == "train" else config.data.dev_format or config.data.format
 
 
 def split_rows(config: Recipe, split: Split) -> int | None:

@@ -1,136 +1,110 @@
-"""Two-stage dense retrieval: the top k_c chunks of a question, then the top k nuggets inside them.
+"""Scores, ranks and selection: the top k_c chunks of a question, then the top k nuggets in them.
 
-The CoinRAG paper's selection, with FlagEmbedding encoders. Scores are cosines rounded to
-`SCORE_DECIMALS`, and equal scores keep their order: ranks do not depend on how texts are batched.
+The CoinRAG paper's two-stage selection and its one-stage ablation, with FlagEmbedding encoders.
+Scores are rounded to `SCORE_DECIMALS` and equal scores keep their order: ranks do not depend on how
+texts are batched.
 """
 
-import contextlib
-import hashlib
-import io
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from recipes.errors import UserError
-from recipes.schema import RetrievalConfig
+from data_builders.encoded import Encoded
+from recipes.schema import RetrievalWeights
 
 Embeddings = NDArray[np.float32]
-Encoder = Callable[[Sequence[str]], Embeddings]
-"""Texts to unit-length float32 rows `[texts, dimensions]`."""
 
 SCORE_DECIMALS = 5
-MAX_TEXT_TOKENS = 512
-
-
-def load_encoder(config: RetrievalConfig) -> Encoder:
-    """The FlagEmbedding model of the config, on its one device, in float32.
-
-    Raises:
-        UserError: there is no such model or device on this machine.
-    """
-    _check_device(config.device)
-    folder = str(encoder_folder(config.encoder))
-    from FlagEmbedding import BGEM3FlagModel, FlagModel
-
-    common = {"use_fp16": False, "devices": config.device}
-    try:
-        with _without_progress_bars():
-            if config.encoder_kind == "bge_m3":
-                model = BGEM3FlagModel(folder, **common)
-            else:
-                pooling = {"flag_cls": "cls", "flag_mean": "mean"}[config.encoder_kind]
-                model = FlagModel(folder, pooling_method=pooling, **common)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"retrieval.encoder: {config.encoder!r} does not load as "
-            f"encoder_kind {config.encoder_kind}: {error}"
-        ) from error
-
-    def encode(texts: Sequence[str]) -> Embeddings:
-        with _without_progress_bars():
-            found = model.encode(
-                list(texts), batch_size=config.batch_size or 1, max_length=MAX_TEXT_TOKENS
-            )
-        dense = found["dense_vecs"] if isinstance(found, dict) else found
-        return unit_rows(np.asarray(dense))
-
-    return encode
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    kind, _, number = device.partition(":")
-    mps = int(torch.backends.mps.is_available())
-    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": mps}
-    if int(number or 0) >= counts[kind]:
-        there = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        raise UserError(f"retrieval.device: no {device} on this machine; it has {there}")
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """FlagEmbedding and transformers draw bars of their own on stderr, also outside terminals."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
-def unit_rows(rows: NDArray[np.floating]) -> Embeddings:
-    """Rows scaled to unit length, in float32; zero rows stay zero."""
-    exact = rows.astype(np.float64)
-    lengths = np.linalg.norm(exact, axis=1, keepdims=True)
-    return (exact / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-
-
-def encoder_folder(encoder: str) -> Path:
-    """The folder of an encoder given by path or by a name in the local Hugging Face cache.
-
-    Raises:
-        UserError: neither is there. Nothing is downloaded.
-    """
-    # An unknown user's home stays as it is written.
-    with contextlib.suppress(RuntimeError):
-        folder = Path(encoder).expanduser()
-        if (folder / "config.json").is_file():
-            return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(encoder, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise UserError(
-            f"retrieval.encoder: no encoder at {encoder!r}: expected a folder with config.json, or "
-            "a name in the local Hugging Face cache (nothing is downloaded)"
-        ) from error
-
-
-def encoder_identity(encoder: str) -> str:
-    """SHA-256, in hex, of the names and contents of the encoder's files."""
-    folder = encoder_folder(encoder)
-    digest = hashlib.sha256()
-    names = {".json", ".txt", ".model", ".safetensors", ".bin", ".pt"}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in names and path.is_file():
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
-    return digest.hexdigest()
+# Reciprocal rank fusion's constant, from Cormack, Clarke and Buettcher (SIGIR 2009).
+FUSION_CONSTANT = 60
+# How many candidates of a corpus each ranking brings to fusion or to a second score.
+FUSION_DEPTH = 100
 
 
 def cosine_scores(query: Embeddings, rows: Embeddings) -> list[float]:
     """Rounded cosines of one unit vector with unit rows, as exact float32 values."""
+    return _rounded(_dense_scores(query, rows))
+
+
+def scores(query: Encoded, texts: Sequence[Encoded], weights: RetrievalWeights) -> list[float]:
+    """Rounded scores of texts for a query: the weighted sum of BGE-M3's three scores.
+
+    Dense is the cosine; sparse the sum over shared tokens of the products of their weights; ColBERT
+    the mean over the query's vectors of the greatest cosine with one of the text's (Chen et al.,
+    BGE M3-Embedding, 2024, section 3). A score depends on its own text alone.
+
+    Args:
+        query: holds every part whose weight is not 0, and so does each text.
+    """
+    if not texts:
+        return []
+    total = np.zeros(len(texts))
+    if weights.dense:
+        rows = np.stack([text.dense for text in texts])
+        total += weights.dense * _dense_scores(query.dense, rows)
+    if weights.sparse:
+        total += weights.sparse * np.array([_sparse_score(query, text) for text in texts])
+    if weights.colbert:
+        total += weights.colbert * np.array([_colbert_score(query, text) for text in texts])
+    return _rounded(total)
+
+
+def _dense_scores(query: Embeddings, rows: Embeddings) -> NDArray[np.float64]:
     # Elementwise products in float64: unlike a matrix product, independent of the other rows.
-    products = (rows.astype(np.float64) * query.astype(np.float64)).sum(axis=1)
-    scores: list[float] = np.round(products, SCORE_DECIMALS).astype(np.float32).tolist()
-    return scores
+    return (rows.astype(np.float64) * query.astype(np.float64)).sum(axis=1)
 
 
-def top(scores: Sequence[float], count: int) -> list[int]:
+def _sparse_score(query: Encoded, text: Encoded) -> float:
+    assert query.sparse is not None, "the query has no lexical weights"
+    assert text.sparse is not None, "the text has no lexical weights"
+    (query_ids, query_weights), (text_ids, text_weights) = query.sparse, text.sparse
+    _, ours, theirs = np.intersect1d(query_ids, text_ids, assume_unique=True, return_indices=True)
+    products = query_weights[ours].astype(np.float64) * text_weights[theirs]
+    return float(products.sum())
+
+
+def _colbert_score(query: Encoded, text: Encoded) -> float:
+    assert query.tokens is not None, "the query has no ColBERT vectors"
+    assert text.tokens is not None, "the text has no ColBERT vectors"
+    products = query.tokens.astype(np.float64) @ text.tokens.astype(np.float64).T
+    return float(products.max(axis=1).mean())
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    rounded: list[float] = np.round(values, SCORE_DECIMALS).astype(np.float32).tolist()
+    return rounded
+
+
+def top(scores: ArrayLike, count: int) -> list[int]:
     """Indices of the highest scores, best first; the earlier index wins a tie."""
-    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
+    values = np.asarray(scores)
+    places = np.arange(len(values))
+    if count < len(values):
+        # Everything that ties with the last one in is still a candidate.
+        places = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    order = np.argsort(-values[places], kind="stable")[:count]
+    indices: list[int] = places[order].tolist()
+    return indices
+
+
+def fuse(rankings: Sequence[Sequence[int]], count: int) -> list[tuple[int, float]]:
+    """The best `count` candidates of several rankings, as (candidate, score), best first.
+
+    Reciprocal rank fusion: a candidate scores the sum of 1 / (`FUSION_CONSTANT` + rank), with ranks
+    from 1, over the rankings that hold it. Ties go to the better place in the first ranking, then
+    in the second, and so on.
+    """
+    places = [{candidate: at for at, candidate in enumerate(row, 1)} for row in rankings]
+    keys = {}
+    for candidate in dict.fromkeys(candidate for row in rankings for candidate in row):
+        ranks = [place.get(candidate, math.inf) for place in places]
+        # fsum: the sum does not depend on the order of its terms, so equal ones are ties.
+        score = math.fsum(1 / (FUSION_CONSTANT + rank) for rank in ranks)
+        keys[candidate] = (-score, ranks)
+    best = sorted(keys, key=keys.__getitem__)[:count]
+    return [(candidate, -keys[candidate][0]) for candidate in best]
 
 
 def select_nuggets(
@@ -139,6 +113,8 @@ def select_nuggets(
     k: int,
 ) -> list[tuple[int, int]]:
     """The best `k` nuggets of the retrieved chunks, as (chunk index, nugget index), best first.
+
+    The selection for a smaller `k` is a prefix of it.
 
     Args:
         nugget_scores: for each chunk in rank order, a score for each of its nuggets.
@@ -153,3 +129,31 @@ def select_nuggets(
         for nugget, score in enumerate(scores)
     )
     return [(chunk, nugget) for _, chunk, _, nugget in order[:k]]
+
+
+def one_stage_chunks(nugget_scores: Sequence[Sequence[float]], k: int) -> list[int]:
+    """The chunks that hold the best `k` nuggets of all candidates, ranked by their best nugget.
+
+    One-stage selection is `select_nuggets` over these chunks, in this order: no nugget of another
+    chunk scores higher than one it chooses.
+
+    Args:
+        nugget_scores: for each candidate chunk, a score for each of its nuggets.
+        k: how many nuggets are to be selected.
+
+    Returns:
+        Indices of at most `k` chunks; those for a smaller `k` are a prefix. Ties go to the earlier
+        candidate.
+    """
+    owners = [chunk for chunk, row in enumerate(nugget_scores) for _ in row]
+    flat = [score for row in nugget_scores for score in row]
+    return chunks_of_hits(owners[hit] for hit in top(flat, k))
+
+
+def chunks_of_hits(owners: Iterable[int]) -> list[int]:
+    """The chunks of the best nuggets of a corpus, ranked by their best nugget.
+
+    `owners` gives the chunk of each of the `k` best nuggets, best first. With nuggets numbered in
+    chunk order this is `one_stage_chunks`, for candidates that are searched with an index.
+    """
+    return list(dict.fromkeys(owners))

@@ -4,15 +4,21 @@ Token spans are half-open and in the chunk's own tokens. Lists of one row that d
 things (a chunk's nuggets, a sample's retrieved chunks) have the same length and order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+import pyarrow as pa
 
 from recipes.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+CHUNKS_FILE = "chunks.arrow"
+SAMPLES_FILE = "samples.arrow"
+_ROWS_A_BATCH = 1000
 
 CHUNK_COLUMNS = {
     "chunk_id": "string",
@@ -86,21 +92,42 @@ def load_tables(folder: str | Path) -> Tables:
     folder = Path(folder)
     if not (folder / "key.json").is_file():
         raise UserError(f"{folder}: no built tables here; run `coinrag build`")
-    return Tables(read_table(folder / "chunks"), read_table(folder / "samples"))
+    return Tables(read_table(folder / CHUNKS_FILE), read_table(folder / SAMPLES_FILE))
 
 
-def write_table(folder: Path, rows: Sequence[Mapping[str, Any]], columns: Columns) -> None:
-    """Stores rows, in order, as a `datasets` folder. Not atomic: write to a temporary name."""
-    datasets = _datasets()
-    features = datasets.Features({name: _feature(kind) for name, kind in columns.items()})
-    values = {name: [row[name] for row in rows] for name in columns}
-    datasets.Dataset.from_dict(values, features=features).save_to_disk(folder)
+class TableWriter:
+    """Writes rows to one Arrow file as they come. The same rows give the same bytes."""
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        features = _datasets().Features({name: _feature(kind) for name, kind in columns.items()})
+        self._schema = features.arrow_schema
+        self._path = path
+        self._rows: list[Mapping[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        self._writer = pa.ipc.new_stream(self._path, self._schema)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+        self._writer.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends a row; what is no column of the table is left out."""
+        self._rows.append(row)
+        if len(self._rows) == _ROWS_A_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            values = {name: [row[name] for row in self._rows] for name in self._schema.names}
+            self._writer.write_batch(pa.RecordBatch.from_pydict(values, schema=self._schema))
+            self._rows = []
 
 
-def read_table(*folders: Path) -> "Dataset":
-    """The stored tables, one after the other."""
-    datasets = _datasets()
-    return datasets.concatenate_datasets([datasets.load_from_disk(folder) for folder in folders])
+def read_table(path: Path) -> "Dataset":
+    """A stored table, memory-mapped."""
+    return _datasets().Dataset.from_file(str(path))
 
 
 def _datasets() -> Any:

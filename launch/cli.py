@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,51 @@ class TrainingFailedError(Exception):
         self.ending = ending
 
 
-def build(arguments: Sequence[str]) -> Result:
-    """Build the train and dev tables of a recipe; the folders by split."""
+def build(
+    arguments: Sequence[str],
+    *,
+    stats: bool = False,
+    retry_failed: bool = False,
+    read_batch: Sequence[str] = (),
+    write_batch: str | None = None,
+) -> Result:
+    """Build the train and dev tables of a recipe; by split the folders and what was made anew.
+
+    With `stats` also each split's report, drawn as `statistics.png` in its folder. `read_batch`
+    files are taken into the journal of model answers first. With `write_batch` nothing is built:
+    the requests that building needs are written there, and the files are the result.
+    """
     from recipes.resolve import resolve
 
     config = resolve(arguments).config
-    from data_builders.build import build as build_split
+    from data_builders import build as builder
 
-    return {"folders": {split: str(build_split(config, split)) for split in ("train", "dev")}}
+    splits: tuple[builder.Split, ...] = ("train", "dev")
+    if read_batch:
+        builder.read_batches(config, [Path(file) for file in read_batch])
+    if write_batch is not None:
+        return {
+            "batch_files": [
+                str(file)
+                for split in splits
+                for file in builder.write_batches(config, split, Path(write_batch) / split)
+            ]
+        }
+    built = {split: builder.build(config, split, retry_failed=retry_failed) for split in splits}
+    result: Result = {
+        "folders": {split: str(one.folder) for split, one in built.items()},
+        "made": {
+            split: {kind: asdict(needed) for kind, needed in one.made.items()}
+            for split, one in built.items()
+        },
+    }
+    if stats:
+        from data_builders.statistics import draw_statistics
+
+        result["reports"] = {split: one.report for split, one in built.items()}
+        for one in built.values():
+            draw_statistics(one.report, one.folder / "statistics.png")
+    return result
 
 
 def train(arguments: Sequence[str], processes: int = 1, *, quiet_stdout: bool = False) -> Result:
@@ -68,13 +106,21 @@ def compare(arguments: Sequence[str]) -> Result:
     return compare_systems(config)
 
 
-def world(folder: str, train_questions: int, dev_questions: int, seed: int) -> Result:
-    """Write the fictional sample world in IRCoT's format; its folder and what it holds."""
-    from data_builders.world import write_world
+def world(
+    folder: str, train_questions: int, dev_questions: int, seed: int, passages: int | None = None
+) -> Result:
+    """Write the fictional sample world; its folder and what it holds.
 
-    counts = write_world(
-        Path(folder), train_questions=train_questions, dev_questions=dev_questions, seed=seed
-    )
+    Its questions bring their contexts, in IRCoT's format; or, with `passages`, a corpus of that
+    many beside them, in the package's own.
+    """
+    from data_builders.world import write_corpus, write_world
+
+    sizes = {"train_questions": train_questions, "dev_questions": dev_questions, "seed": seed}
+    if passages is None:
+        counts = write_world(Path(folder), **sizes)
+    else:
+        counts = write_corpus(Path(folder), passages=passages, **sizes)
     return counts | {"folder": folder}
 
 
@@ -101,16 +147,41 @@ def parser() -> argparse.ArgumentParser:
     ):
         command = add(name, text)
         command.add_argument("arguments", nargs="+", metavar="RECIPE|KEY=VALUE", help=_RECIPE_HELP)
+        if name == "build":
+            _add_build_flags(command)
         if name == "train":
             command.add_argument(
                 "--processes", type=_positive, default=1, help="ranks on this machine (default 1)"
             )
-    command = add("world", "Write a fictional world of questions and passages in IRCoT's format.")
+    command = add("world", "Write a fictional world of questions and passages.")
     command.add_argument("folder", metavar="OUT", help="folder for train.jsonl and dev.jsonl")
     command.add_argument("--train", type=_positive, default=1200, help="questions (default 1200)")
     command.add_argument("--dev", type=_positive, default=200, help="questions (default 200)")
+    command.add_argument(
+        "--passages", type=_positive, help="a corpus of so many, and questions without contexts"
+    )
     command.add_argument("--seed", type=int, default=0, help="another seed, another world")
     return top
+
+
+def _add_build_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--stats", action="store_true", help="show statistics of the corpora, and draw them"
+    )
+    model = command.add_argument_group("nuggets from a language model (nuggets.extractor=llm)")
+    model.add_argument(
+        "--retry-failed", action="store_true", help="ask again where the model has failed"
+    )
+    model.add_argument(
+        "--write-batch", metavar="FOLDER", help="write Batch-API files in place of asking; stop"
+    )
+    model.add_argument(
+        "--read-batch",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="take a Batch-API output or error file in before building; may be repeated",
+    )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -164,13 +235,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _call(arguments: argparse.Namespace) -> Result:
     match arguments.command:
         case "build":
-            return build(arguments.arguments)
+            return build(
+                arguments.arguments,
+                stats=arguments.stats,
+                retry_failed=arguments.retry_failed,
+                read_batch=arguments.read_batch,
+                write_batch=arguments.write_batch,
+            )
         case "train":
             return train(arguments.arguments, arguments.processes, quiet_stdout=arguments.json)
         case "compare":
             return compare(arguments.arguments)
         case _:
-            return world(arguments.folder, arguments.train, arguments.dev, arguments.seed)
+            return world(
+                arguments.folder,
+                arguments.train,
+                arguments.dev,
+                arguments.seed,
+                arguments.passages,
+            )
 
 
 def _show(command: str, result: Result) -> None:
@@ -180,8 +263,14 @@ def _show(command: str, result: Result) -> None:
 
             print(render_table(result))
         case "build":
-            for split, folder in result["folders"].items():
+            for file in result.get("batch_files", []):
+                print(file)
+            for split, folder in result.get("folders", {}).items():
                 print(f"{split}: {folder}")
+            if "reports" in result:
+                from data_builders.statistics import render_statistics
+
+                print(render_statistics(result["reports"]))
         case _:
             print(result.get("run_folder") or result["folder"])
 

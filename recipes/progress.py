@@ -18,7 +18,7 @@ class Progress:
     `start` items were done before, by a run that this one continues.
 
     Use as a context manager and call `advance`. On a terminal it is a tqdm bar. Elsewhere lines
-    come every `SECONDS_BETWEEN_LINES` and once at the end.
+    come every `SECONDS_BETWEEN_LINES` and once at the end. Either way `note` stands behind them.
     """
 
     def __init__(
@@ -26,6 +26,7 @@ class Progress:
     ) -> None:
         self.description, self.total, self.unit = description, total, unit
         self.done = self._start = start
+        self.note = ""
         self._last_line = -1
         self._started = self._printed = time.monotonic()
         self._bar = None
@@ -43,6 +44,7 @@ class Progress:
         """Count `count` more items as done."""
         self.done += count
         if self._bar is not None:
+            self._bar.set_postfix_str(self.note, refresh=False)
             self._bar.update(count)
         elif time.monotonic() - self._printed >= SECONDS_BETWEEN_LINES:
             self._print()
@@ -58,6 +60,7 @@ class Progress:
             parts.append(f"{tqdm.format_interval((self.total - self.done) / rate)} left")
         else:
             parts.append(f"{tqdm.format_interval(seconds)} taken")
+        parts += [self.note] if self.note else []
         print(f"{self.description}: {', '.join(parts)}", file=sys.stderr, flush=True)
 
     def _pace(self, rate: float) -> str:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -118,25 +119,53 @@ class DataConfig(Section):
         return dev
 
 
+def _server_address(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise mistake("expected an http or https address, as in http://localhost:8000/v1")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise mistake(
+            "expected an address without user, password or query: "
+            "the key comes from the environment (api_key_variable)"
+        )
+    return url.rstrip("/")
+
+
 class LlmConfig(Section):
     """Nugget extraction through an OpenAI-compatible server; prices are in USD a million tokens."""
 
     model: Text
     # null: the client's own, OpenAI's or that of the environment's OPENAI_BASE_URL.
-    base_url: Text | None = None
+    base_url: Annotated[Text, AfterValidator(_server_address)] | None = None
     # The environment variable that holds the key; a key itself never stands in a recipe.
     api_key_variable: Text = "OPENAI_API_KEY"
     # auto: the strictest that the server takes, found by asking once.
     output: Literal["auto", "json_schema", "json_object", "text"] = "auto"
+    # null: the server's own, for models that refuse to be told.
+    temperature: Annotated[float, Field(ge=0.0)] | None = 0.0
     max_output_tokens: Positive = 1024
     concurrent_requests: Positive = 16
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
+    # Requests for one chunk before it counts as failed.
     attempts: Positive = 6
     input_price: Annotated[float, Field(ge=0.0)] | None = None
     output_price: Annotated[float, Field(ge=0.0)] | None = None
+    # Budgets hold over all runs with the same model, server, prompt and output settings.
     max_requests: Positive | None = None
     max_total_tokens: Positive | None = None
     max_cost: Annotated[float, Field(gt=0.0)] | None = None
+
+    @model_validator(mode="after")
+    def _cost_has_prices(self) -> Self:
+        prices = {"input_price": self.input_price, "output_price": self.output_price}
+        given = self.max_cost is not None or any(price is not None for price in prices.values())
+        missing = [name for name, price in prices.items() if price is None]
+        if given and missing:
+            raise mistake(
+                f"cost needs both prices, in USD a million tokens: set {missing[0]} too",
+                at=f"nuggets.llm.{missing[0]}",
+            )
+        return self
 
 
 class LocalModelConfig(Section):
@@ -145,7 +174,8 @@ class LocalModelConfig(Section):
     path: Text
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Device = "cpu"
-    batch_size: Positive = 8
+    # Chunks at once. null: 8 on a GPU; 1 on a CPU, where answers then do not depend on company.
+    batch_size: Positive | None = None
     max_new_tokens: Positive = 512
 
 
@@ -166,9 +196,29 @@ class NuggetsConfig(Section):
         return self
 
 
+Weight = Annotated[float, Field(ge=0.0)]
+
+
+class RetrievalWeights(Section):
+    """What each of BGE-M3's scores counts in the score of a text."""
+
+    dense: Weight = 1.0
+    sparse: Weight = 0.0
+    colbert: Weight = 0.0
+
+    @model_validator(mode="after")
+    def _something_counts(self) -> Self:
+        if not (self.dense or self.sparse or self.colbert):
+            raise mistake("expected a weight above 0")
+        return self
+
+
 class RetrievalConfig(Section):
     encoder: Text
     encoder_kind: Literal["bge_m3", "flag_cls", "flag_mean"] = "bge_m3"
+    weights: RetrievalWeights = RetrievalWeights()
+    # Ranks chunks by reciprocal rank fusion of the encoder's ranking and BM25's.
+    bm25: bool = False
     # contexts: a question is searched in its own passages; corpus: in all passages of the split.
     candidates: Literal["contexts", "corpus"] = "contexts"
     # one_stage: the best nuggets of all candidates, without choosing chunks first.
@@ -182,6 +232,30 @@ class RetrievalConfig(Section):
     batch_size: Positive | None = None
     device: Device = "cpu"
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.encoder_kind != "bge_m3":
+            for name in ("sparse", "colbert"):
+                if getattr(self.weights, name):
+                    raise mistake(
+                        f"{name} scores need encoder_kind bge_m3, got {self.encoder_kind}",
+                        at=f"retrieval.weights.{name}",
+                        involves="retrieval.encoder_kind",
+                    )
+        if self.candidates == "corpus" and not self.weights.dense:
+            raise mistake(
+                "a corpus is searched by dense vectors first: expected a weight above 0",
+                at="retrieval.weights.dense",
+                involves="retrieval.candidates",
+            )
+        if self.bm25 and self.selection == "one_stage":
+            raise mistake(
+                "BM25 helps to choose chunks, which one_stage does not do",
+                at="retrieval.bm25",
+                involves="retrieval.selection",
+            )
+        return self
+
 
 class BuildConfig(Section):
     """Where the work of a build is done. Tables do not depend on it."""
@@ -190,7 +264,23 @@ class BuildConfig(Section):
     # null: a Ray of this machine's own; auto: the cluster this machine belongs to; or host:port.
     ray_address: Text | None = None
     ray_workers: Positive = 2
+    # Below 1: a share of one GPU.
     ray_gpus_a_worker: Annotated[float, Field(ge=0.0)] = 0.0
+
+    @field_validator("ray_address")
+    @classmethod
+    def _address(cls, address: str | None) -> str | None:
+        known = re.fullmatch(r"auto|(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):\d{1,5}", address or "auto")
+        if known is None:
+            raise mistake(f"expected null, auto or host:port, got {address!r}")
+        return address
+
+    @field_validator("ray_gpus_a_worker")
+    @classmethod
+    def _whole_gpus(cls, gpus: float) -> float:
+        if gpus > 1 and not gpus.is_integer():
+            raise mistake(f"expected at most 1 or a whole number, got {gpus:g}")
+        return gpus
 
 
 class RaftConfig(Section):
@@ -321,6 +411,18 @@ class Recipe(Section):
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
 
+    @field_validator("retrieval")
+    @classmethod
+    def _corpus_is_searched(cls, section: RetrievalConfig, info: ValidationInfo) -> RetrievalConfig:
+        data = info.data.get("data")
+        if data is not None and data.corpus and section.candidates != "corpus":
+            raise mistake(
+                "data.corpus is searched with candidates corpus alone, got contexts",
+                at="retrieval.candidates",
+                involves="data.corpus",
+            )
+        return section
+
     @field_validator("eval")
     @classmethod
     def _widths_within_retrieval(cls, section: EvalConfig, info: ValidationInfo) -> EvalConfig:
@@ -330,6 +432,14 @@ class Recipe(Section):
         if retrieval is not None and widest > retrieval.k_c:
             raise mistake(
                 f"expected k_c of at most retrieval.k_c ({retrieval.k_c}), got {widest}",
+                at="eval.widths",
+            )
+        # One-stage tables hold the chunks of the top retrieval.k nuggets.
+        most = max((width.k for width in section.widths), default=0)
+        if retrieval is not None and retrieval.selection == "one_stage" and most > retrieval.k:
+            raise mistake(
+                f"expected k of at most retrieval.k ({retrieval.k}) with one-stage selection, "
+                f"got {most}",
                 at="eval.widths",
             )
         return section

@@ -2,20 +2,23 @@
 
 The method is the CoinRAG paper's: an exact substring; else the whole-word window of about the same
 word count with the highest similarity, accepted at or above a threshold; else the candidate goes.
+
+Exact is what differs only in how the same characters are encoded or set: see `folding.canonical`.
+Case, accents and wording are a matter of similarity: see `folding.folded`.
 """
 
-import re
-import unicodedata
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-from rapidfuzz import process
-from rapidfuzz.distance import Indel
+from data_builders.nuggets.folding import Form, canonical, folded, form_text
+from data_builders.nuggets.windows import Windows
 
 Kind = Literal["exact", "fuzzy", "abandoned"]
-WORD_COUNT_SLACK = 1
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -37,139 +40,113 @@ class Alignment:
     counts: Counter[Kind] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class _Canonical:
-    """Text with canonical composition and single spaces, with each character's origin."""
-
-    text: str
-    starts: list[int]
-    ends: list[int]
+class _Place(NamedTuple):
+    start: int
+    end: int
+    kind: Kind
+    similarity: float
 
 
 def align(text: str, candidates: Sequence[str], threshold: float | None) -> Alignment:
-    """Finds where each candidate occurs; repeated candidates take successive occurrences.
+    """Finds where each candidate occurs; ranges never cut a grapheme cluster.
 
-    Exact means equal up to canonical Unicode form and runs of white space; whole-word occurrences
-    come first. Similarity is the normalized Indel similarity in [0, 1] of case- and accent-folded
-    words. `threshold=None` switches the fuzzy stage off.
+    A candidate is located at whole words that equal it in canonical form (exact, similarity 1); or
+    whose folded form equals its own (fuzzy, similarity 1); or inside words (exact); or in the
+    whole-word window whose folded form is most similar, by normalized Indel similarity in [0, 1],
+    if that is at least `threshold` (fuzzy). With `threshold=None` nothing is fuzzy.
+
+    Where a candidate has several places as good, it takes the first free one that begins no earlier
+    than the candidate before it, else the first free one: extractors tend to keep the text's order.
+    A phrase that comes again takes another place; when none as good is left, it is abandoned.
     """
-    canonical = _canonical(text)
-    windows = _Windows(text)
-    mentions: dict[str, list[tuple[int, int]]] = {}
+    places = _Places(text)
+    phrases: dict[str, _Phrase] = {}
+    taken: dict[str, list[Span]] = {}
     alignment = Alignment([])
+    cursor = 0
     for index, candidate in enumerate(candidates):
-        wanted = _canonical(candidate).text.strip()
-        taken = mentions.setdefault(wanted.casefold(), [])
-        span = _find_exact(canonical, wanted, taken) if wanted else None
-        similarity = 1.0
-        kind: Kind = "exact"
-        if span is None and wanted and threshold is not None:
-            kind = "fuzzy"
-            span, similarity = windows.best(wanted, threshold, taken)
-        if span is None:
+        wanted = form_text(candidate, canonical)
+        if wanted not in phrases:
+            query = form_text(candidate, folded)
+            tiers = places.tiers(wanted, query, threshold)
+            # Spellings that fold to the same words are one phrase with the same places.
+            phrases[wanted] = _Phrase(tiers, taken.setdefault(query or wanted, []))
+        place = phrases[wanted].take(cursor)
+        if place is None:
             alignment.counts["abandoned"] += 1
             continue
-        taken.append(span)
-        alignment.counts[kind] += 1
-        alignment.located.append(Located(index, *span, kind, similarity))
+        alignment.counts[place.kind] += 1
+        alignment.located.append(
+            Located(index, place.start, place.end, place.kind, place.similarity)
+        )
+        cursor = place.start
     return alignment
 
 
-def _find_exact(
-    canonical: _Canonical, wanted: str, taken: Sequence[tuple[int, int]]
-) -> tuple[int, int] | None:
-    """The first free occurrence between word boundaries, else the first free one inside words."""
-    inside: tuple[int, int] | None = None
-    at = canonical.text.find(wanted)
-    while at >= 0:
-        stop = at + len(wanted)
-        span = (canonical.starts[at], canonical.ends[stop - 1])
-        if _is_free(span, taken):
-            if not (_joins(canonical.text, at) or _joins(canonical.text, stop)):
-                return span
-            inside = inside or span
-        at = canonical.text.find(wanted, at + 1)
-    return inside
-
-
-def _is_free(span: tuple[int, int], taken: Sequence[tuple[int, int]]) -> bool:
-    """Whether the span overlaps none that the same candidate has already taken."""
-    return all(span[1] <= start or end <= span[0] for start, end in taken)
-
-
-def _joins(text: str, at: int) -> bool:
-    """Whether a word runs across position `at`."""
-    return 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum()
-
-
-class _Windows:
-    """Whole-word windows of a text, folded once and joined on demand."""
+class _Places:
+    """Where phrases may be located in one text."""
 
     def __init__(self, text: str) -> None:
-        matches = list(re.finditer(r"\S+", text))
-        self._spans = [match.span() for match in matches]
-        self._folded = [_fold(match[0]) for match in matches]
-        self._by_width: dict[int, list[str]] = {}
+        self._text = text
+        self._canonical = Form(text, canonical)
 
-    def best(
-        self, wanted: str, threshold: float, taken: Sequence[tuple[int, int]]
-    ) -> tuple[tuple[int, int] | None, float]:
-        """The free window most similar to `wanted`; the same width, then the first, wins a tie."""
-        query = " ".join(_fold(word) for word in wanted.split())
-        words = len(wanted.split())
-        found: tuple[int, int] | None = None
-        highest = threshold
-        for width in sorted(
-            range(max(1, words - WORD_COUNT_SLACK), words + WORD_COUNT_SLACK + 1),
-            key=lambda width: abs(width - words),
-        ):
-            matches = process.extract(
-                query,
-                self._windows(width),
-                scorer=Indel.normalized_similarity,
-                score_cutoff=highest,
-                limit=None,
-            )
-            for _, score, first in matches:
-                span = (self._spans[first][0], self._spans[first + width - 1][1])
-                if _is_free(span, taken):
-                    # The cutoff lets equal scores in; an earlier width keeps a tie.
-                    if found is None or score > highest:
-                        found, highest = span, score
-                    break
-        return found, highest
+    @cached_property
+    def _folded(self) -> Form:
+        return Form(self._text, folded)
 
-    def _windows(self, width: int) -> list[str]:
-        if width not in self._by_width:
-            firsts = range(len(self._folded) - width + 1)
-            self._by_width[width] = [
-                " ".join(self._folded[first : first + width]) for first in firsts
-            ]
-        return self._by_width[width]
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(self._folded.text)
+
+    def tiers(self, wanted: str, query: str, threshold: float | None) -> Iterator[list[_Place]]:
+        """Places of canonical text `wanted`, folded `query`: lists of equally good ones, in order.
+
+        Places in a list are in text order and do not overlap. Worse places follow only where there
+        were no better ones.
+        """
+        if not wanted:
+            return
+        whole = self._canonical.occurrences(wanted, whole_words=True)
+        yield [_Place(start, end, "exact", 1.0) for start, end in whole]
+        same = []
+        if threshold is not None and query:
+            same = self._folded.occurrences(query, whole_words=True)
+        yield [_Place(start, end, "fuzzy", 1.0) for start, end in same]
+        if whole or same:
+            return
+        inside = self._canonical.occurrences(wanted, whole_words=False)
+        yield [_Place(start, end, "exact", 1.0) for start, end in inside]
+        if inside or threshold is None or not query:
+            return
+        similarity, tiers = self._windows.best(query, threshold)
+        for windows in tiers:
+            origins = (self._folded.origin(at, stop) for at, stop in windows)
+            yield [_Place(start, end, "fuzzy", similarity) for start, end in origins]
 
 
-def _fold(word: str) -> str:
-    """Without case, accents and compatibility forms."""
-    decomposed = unicodedata.normalize("NFKD", word.casefold())
-    return "".join(mark for mark in decomposed if not unicodedata.combining(mark))
+class _Phrase:
+    """The places of one phrase that its mentions have not taken yet."""
 
+    def __init__(self, tiers: Iterator[list[_Place]], taken: list[Span]) -> None:
+        self._tiers = tiers
+        self._tier: list[_Place] = []
+        self._taken = taken
 
-def _canonical(text: str) -> _Canonical:
-    """NFC with white-space runs as one space; cluster by cluster, so that origins are known."""
-    pieces: list[str] = []
-    starts: list[int] = []
-    ends: list[int] = []
-    for match in re.finditer(r"\s+|\S", text) if text.isascii() else _clusters(text):
-        cluster = match[0]
-        piece = " " if cluster.isspace() else unicodedata.normalize("NFC", cluster)
-        pieces.append(piece)
-        starts += [match.start()] * len(piece)
-        ends += [match.end()] * len(piece)
-    return _Canonical("".join(pieces), starts, ends)
+    def take(self, cursor: int) -> _Place | None:
+        """The first free place at or after `cursor`, else the first free one; None if none is."""
+        while True:
+            while self._tier:
+                at = bisect_left(self._tier, cursor, key=lambda place: place.start)
+                place = self._tier.pop(at if at < len(self._tier) else 0)
+                if self._is_free(place.start, place.end):
+                    insort(self._taken, (place.start, place.end))
+                    return place
+            tier = next(self._tiers, None)
+            if tier is None:
+                return None
+            self._tier = tier
 
-
-def _clusters(text: str) -> list[re.Match[str]]:
-    """White-space runs and characters with the marks that compose with them."""
-    marks = {c for c in text if unicodedata.combining(c) or "\u1160" <= c <= "\u11ff"}
-    tail = f"[{re.escape(''.join(marks))}]*" if marks else ""
-    return list(re.finditer(rf"\s+|\S{tail}", text))
+    def _is_free(self, start: int, end: int) -> bool:
+        at = bisect_left(self._taken, (start, end))
+        after_one = at == 0 or self._taken[at - 1][1] <= start
+        return after_one and (at == len(self._taken) or end <= self._taken[at][0])

@@ -1,5 +1,6 @@
-"""A seeded fictional world: encyclopedia passages and multi-hop questions in IRCoT's format."""
+"""A seeded fictional world: encyclopedia passages and multi-hop questions about them."""
 
-from data_builders.world.write import iter_passages, write_world
+from data_builders.world.corpus import iter_passages, write_corpus
+from data_builders.world.write import write_world
 
-__all__ = ["iter_passages", "write_world"]
+__all__ = ["iter_passages", "write_corpus", "write_world"]

@@ -1,11 +1,10 @@
-"""Write the sample world as IRCoT-format files, or stream its passages for scale benchmarks."""
+"""Write the sample world as IRCoT-format files."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +19,6 @@ from recipes.files import write_text
 
 CONTEXTS = 10
 DATASET = "sample_world"
-_BLOCK_SCALE = 500  # people a block; a block of the passage stream has about 2,000 entities
 
 
 def write_world(
@@ -55,22 +53,6 @@ def write_world(
     except OSError as error:
         raise UserError(f"cannot write a world into {folder}: {error.strerror}") from error
     return summary
-
-
-def iter_passages(seed: int, count: int) -> Iterator[tuple[str, str]]:
-    """Stream `count` (title, paragraph) pairs with distinct titles.
-
-    One block of about 2,000 entities is held at a time, plus the words already used.
-    """
-    return islice(_stream(seed), count)
-
-
-def _stream(seed: int) -> Iterator[tuple[str, str]]:
-    rng, names = Random(f"passages {seed}"), NameSource(Random(f"passage names {seed}"))
-    while True:
-        passages = write_passages(build_world(rng, names, _BLOCK_SCALE), rng)
-        for entity, text in passages.items():
-            yield entity.title, text
 
 
 def _rows(

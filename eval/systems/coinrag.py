@@ -12,9 +12,11 @@ def request(
 ) -> Request:
     """The width's nuggets from the scores in the table; only the query is computed online."""
     assert width.k is not None, "CoinRAG needs a number of nuggets"
-    chunks = question.chunks[: width.k_c]
+    # One-stage selection has no chunks to choose first.
+    k_c = width.k_c if retrieval.selection == "two_stage" else None
+    chunks = question.chunks[:k_c]
     selected = select_nuggets(
-        question.nugget_scores[: width.k_c], [chunk.nuggets for chunk in chunks], width.k
+        question.nugget_scores[:k_c], [chunk.nuggets for chunk in chunks], width.k
     )
     plan = plan_prefix(
         [Span(chunks[c].chunk_id, *chunks[c].nuggets[n]) for c, n in selected],

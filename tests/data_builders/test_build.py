@@ -7,9 +7,9 @@ from small import data_row, tiny_tokenizer, words_encoder, write_rows
 from transformers import GPT2Config, LlamaConfig
 
 from cache_ops.hf import UnsupportedModelError
-from data_builders import build as builder
-from data_builders import shards
+from data_builders import pipeline, workers
 from data_builders.build import build, built_folder, load_built
+from data_builders.encoded import Encoded
 from data_builders.retrieval import select_nuggets
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -21,6 +21,13 @@ class InterruptionError(Exception):
     pass
 
 
+def use_encoder(monkeypatch, encode):
+    def load(config, threads):
+        return lambda texts: [Encoded(row) for row in encode(texts)]
+
+    monkeypatch.setattr(workers, "load_encoder", load)
+
+
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """A tokenizer, an encoder folder and data; the encoder itself is the hashed-words one."""
@@ -30,11 +37,11 @@ def world(tmp_path, monkeypatch):
     (tmp_path / "encoder" / "config.json").write_text("{}")
     write_rows(tmp_path / "train.jsonl", [data_row(number) for number in range(30)])
     write_rows(tmp_path / "dev.jsonl", [data_row(number) for number in range(100, 108)])
-    monkeypatch.setattr(builder, "load_encoder", lambda config: words_encoder)
-    # Several shards of everything.
-    monkeypatch.setattr(builder, "PASSAGES_A_SHARD", 16)
-    monkeypatch.setattr(builder, "QUESTIONS_A_SHARD", 4)
-    monkeypatch.setattr(shards, "TEXTS_A_SHARD", 16)
+    use_encoder(monkeypatch, words_encoder)
+    # Several batches of everything.
+    monkeypatch.setattr(pipeline, "PASSAGES_A_BATCH", 16)
+    monkeypatch.setattr(pipeline, "QUESTIONS_A_BLOCK", 4)
+    monkeypatch.setattr(pipeline, "TEXTS_A_BATCH", 16)
     return tmp_path
 
 
@@ -62,7 +69,7 @@ def rows(tables):
 
 def test_tables_hold_what_the_contract_says(world):
     config = recipe(world, raft={"noise_probability": 0.3})
-    folder = build(config, "train")
+    folder = build(config, "train").folder
     tables = load_built(config, "train")
     tokenizer = tiny_tokenizer()
     ids = tables.chunks["chunk_id"]
@@ -92,7 +99,8 @@ def test_tables_hold_what_the_contract_says(world):
     assert report["questions"] == 30
     assert 0 < report["raft"]["noised"] == noised < 30
     assert report["answers"]["in_words"] == report["answers"]["in_contexts"] == 30 - noised
-    assert report["alignment"]["exact"] == report["nuggets"] + sum(report["drops"].values())
+    dropped = sum(report["drops"].values())
+    assert report["alignment"]["exact"] == report["corpus"]["nuggets"] + dropped
 
 
 def test_dev_is_never_noised(world):
@@ -113,7 +121,7 @@ def test_an_interrupted_build_goes_on_and_gives_the_same_tables(world, monkeypat
             raise InterruptionError
         return words_encoder(texts)
 
-    original = builder.sample_row
+    original = pipeline.sample_row
 
     def breaking_row(*arguments):
         work.append("sample")
@@ -121,8 +129,8 @@ def test_an_interrupted_build_goes_on_and_gives_the_same_tables(world, monkeypat
             raise InterruptionError
         return original(*arguments)
 
-    monkeypatch.setattr(builder, "load_encoder", lambda config: breaking_encoder)
-    monkeypatch.setattr(builder, "sample_row", breaking_row)
+    use_encoder(monkeypatch, breaking_encoder)
+    monkeypatch.setattr(pipeline, "sample_row", breaking_row)
     interruptions = 0
     finished = False
     while not finished:
@@ -141,7 +149,9 @@ def test_an_interrupted_build_goes_on_and_gives_the_same_tables(world, monkeypat
     built = built_folder(config, "train")
     twin = built_folder(whole, "train")
     assert (built / "report.json").read_text() == (twin / "report.json").read_text()
-    assert [path.name for path in built.parent.iterdir()] == [built.name]
+    for name in ("chunks.arrow", "samples.arrow"):
+        assert (built / name).read_bytes() == (twin / name).read_bytes()
+    assert {path.name for path in built.parent.iterdir()} == {built.name, "assets"}
 
 
 def test_each_distinct_text_is_embedded_once(world, monkeypatch):
@@ -151,7 +161,7 @@ def test_each_distinct_text_is_embedded_once(world, monkeypatch):
         seen.extend(texts)
         return words_encoder(texts)
 
-    monkeypatch.setattr(builder, "load_encoder", lambda config: counting)
+    use_encoder(monkeypatch, counting)
     build(recipe(world), "train")
     assert len(seen) == len(set(seen))
     assert set(seen) >= {data_row(number)["question_text"] for number in range(30)}
@@ -160,7 +170,7 @@ def test_each_distinct_text_is_embedded_once(world, monkeypatch):
 def test_the_same_content_is_a_hit_wherever_it_lies(world, caplog):
     config = recipe(world)
     with caplog.at_level(logging.INFO):
-        first = build(config, "train")
+        first = build(config, "train").folder
         assert "miss" in caplog.text
         caplog.clear()
         moved = world / "moved.jsonl"
@@ -172,7 +182,7 @@ def test_the_same_content_is_a_hit_wherever_it_lies(world, caplog):
             retrieval={"batch_size": 1, "order": "score"},
             prompt={"system": "Be brief."},
         )
-        assert build(other, "train") == first
+        assert build(other, "train").folder == first
         assert "hit" in caplog.text
 
 
@@ -231,7 +241,7 @@ def test_an_answer_absent_from_every_passage_is_kept_and_counted(world):
     row["answers_objects"][0]["spans"] = ["Atlantis"]
     write_rows(world / "dev.jsonl", [row, data_row(2)])
     config = recipe(world)
-    folder = build(config, "dev")
+    folder = build(config, "dev").folder
     report = json.loads((folder / "report.json").read_text())
     assert report["answers"]["absent_from_every_passage"] == 1
     assert load_built(config, "dev").samples["answer_in_contexts"][:] == [False, True]
@@ -252,14 +262,18 @@ def test_a_passage_of_two_questions_is_stored_once(world):
 def test_two_builds_of_one_content_do_not_mix(world, monkeypatch):
     config = recipe(world)
 
-    def second_build(_):
-        with pytest.raises(UserError, match="another process is building"):
-            build(config, "dev")
-        return words_encoder
+    refused = []
 
-    monkeypatch.setattr(builder, "load_encoder", second_build)
-    folder = build(config, "dev")
-    assert folder.is_dir()
+    def second_build(texts):
+        if not refused:
+            with pytest.raises(UserError, match="another process is building"):
+                build(config, "dev")
+            refused.append(True)
+        return words_encoder(texts)
+
+    use_encoder(monkeypatch, second_build)
+    assert build(config, "dev").folder.is_dir()
+    assert refused
 
 
 def test_a_model_that_cannot_be_trained_is_refused_before_building(world):

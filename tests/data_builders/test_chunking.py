@@ -1,9 +1,13 @@
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from small import tiny_tokenizer
+from transformers import AutoTokenizer
 
 from data_builders.chunking import chunk_id, chunk_text, covering_tokens
+from data_builders.nuggets.align import align
 
 TOKENIZER = tiny_tokenizer()
 TEXT = st.text(st.sampled_from("aé日𝔘e\u0301 \n.<|im_end|>Thebornin"), max_size=80)
@@ -35,6 +39,36 @@ def test_covering_tokens_hold_the_characters_and_no_token_too_many(text, size, d
         overlapping = [i for i, (a, b) in enumerate(chunk.offsets) if a < end and b > start]
         span = covering_tokens(chunk.offsets, start, end)
         assert span == ((overlapping[0], overlapping[-1] + 1) if overlapping else None)
+
+
+MODEL = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
+SCRIPTS = st.text(
+    "aé日ใก\u0e49\u0301👍🏽👩\u200d🇫\u00ad\ufeffﬁＡ한\u1112\u1161 “-\n'ک\u064e𝔘 the born",
+    max_size=60,
+)
+
+
+@pytest.fixture(scope="module", params=["tiny", "smollm2"])
+def tokenizer(request):
+    if request.param == "tiny":
+        return TOKENIZER
+    if not MODEL.is_dir():
+        pytest.skip("models/smollm2-135m-instruct is absent")
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@given(text=SCRIPTS, size=st.integers(4, 40), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_text_decoded_from_a_span_holds_its_nugget(tokenizer, text, size, data):
+    for chunk in chunk_text(tokenizer, text, size):
+        start = data.draw(st.integers(0, len(chunk.text)))
+        part = chunk.text[start : start + data.draw(st.integers(1, 12))]
+        for found in align(chunk.text, [part, part.upper(), part[::-1]], 0.5).located:
+            first, last = covering_tokens(chunk.offsets, found.start, found.end)
+            decoded = tokenizer.decode(
+                chunk.token_ids[first:last], clean_up_tokenization_spaces=False
+            )
+            assert chunk.text[found.start : found.end] in decoded
 
 
 def test_a_character_split_over_tokens_is_covered_whole():

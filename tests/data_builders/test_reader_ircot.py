@@ -3,10 +3,14 @@ import json
 import pytest
 
 from data_builders.answers import answer_key, holds_answer
-from data_builders.ircot import read_ircot
+from data_builders.readers import read_questions
 from recipes.errors import UserError
 
 EMPTY_DATE = {"day": "", "month": "", "year": ""}
+
+
+def read(*paths, limit=None):
+    return list(read_questions(paths, "ircot", limit))
 
 
 def answer(*spans, number="", date=EMPTY_DATE):
@@ -33,7 +37,7 @@ def write(path, *rows):
 
 
 def test_text_is_kept_verbatim(tmp_path):
-    [question] = read_ircot(write(tmp_path / "a.jsonl", row()))
+    [question] = read(write(tmp_path / "a.jsonl", row()))
     assert question.text == "Who?  "
     assert question.passages[0].full_text == "T\nP. director.He \n"
     assert question.passages[0].is_supporting
@@ -52,7 +56,7 @@ def test_text_is_kept_verbatim(tmp_path):
     ],
 )
 def test_answers_of_every_kind(tmp_path, entries, expected):
-    [question] = read_ircot(write(tmp_path / "a.jsonl", row(answers_objects=entries)))
+    [question] = read(write(tmp_path / "a.jsonl", row(answers_objects=entries)))
     assert question.answers == expected
 
 
@@ -90,7 +94,7 @@ def without(name):
 def test_a_mistake_names_file_line_and_field(tmp_path, bad, parts):
     path = write(tmp_path / "a.jsonl", row(), bad)
     with pytest.raises(UserError) as error:
-        read_ircot(path)
+        read(path)
     assert f"{path}:2: " in str(error.value)
     for part in parts:
         assert part in str(error.value)
@@ -99,13 +103,13 @@ def test_a_mistake_names_file_line_and_field(tmp_path, bad, parts):
 def test_is_supporting_must_be_a_bool(tmp_path):
     context = {"title": "T", "paragraph_text": "P", "is_supporting": "no"}
     with pytest.raises(UserError, match=r"is_supporting: expected true or false, found a string"):
-        read_ircot(write(tmp_path / "a.jsonl", row(contexts=[context])))
+        read(write(tmp_path / "a.jsonl", row(contexts=[context])))
 
 
 def test_all_mistakes_of_a_file_come_together_up_to_ten(tmp_path):
     path = write(tmp_path / "a.jsonl", *(["{"] * 12))
     with pytest.raises(UserError) as error:
-        read_ircot(path)
+        read(path)
     assert f"{path}:10:" in str(error.value)
     assert f"{path}:11:" not in str(error.value)
     assert "more may follow" in str(error.value)
@@ -114,8 +118,8 @@ def test_all_mistakes_of_a_file_come_together_up_to_ten(tmp_path):
 def test_repeated_questions_are_refused_across_files(tmp_path):
     first, second = write(tmp_path / "a.jsonl", row()), write(tmp_path / "b.jsonl", row())
     with pytest.raises(UserError, match="with the same question is already at") as error:
-        read_ircot(first, second)
-    assert f"{second}:1: question_id" in str(error.value)
+        read(first, second)
+    assert f"{second}:1: id" in str(error.value)
     assert f"{first}:1" in str(error.value)
 
 
@@ -123,28 +127,28 @@ def test_other_questions_under_one_id_stay_apart_with_a_warning(tmp_path, caplog
     path = write(
         tmp_path / "a.jsonl", row(), row(question_text="What?"), row(question_text="When?")
     )
-    ids = [question.id for question in read_ircot(path)]
+    ids = [question.id for question in read(path)]
     assert ids[0] == "q1"
     assert len(set(ids)) == 3
-    assert ids == [question.id for question in read_ircot(path)]
-    assert f"{path}:2: question_id 'q1' is taken" in caplog.text
+    assert ids == [question.id for question in read(path)]
+    assert f"{path}:2: id 'q1' is taken" in caplog.text
 
 
 def test_no_row_is_lost_when_a_made_id_is_taken(tmp_path):
     rows = [row(), row(question_text="What?")]
-    made = read_ircot(write(tmp_path / "a.jsonl", *rows))[1].id
+    made = read(write(tmp_path / "a.jsonl", *rows))[1].id
     taken = row(question_id=made, question_text="When?")
-    questions = read_ircot(write(tmp_path / "b.jsonl", taken, *rows))
+    questions = read(write(tmp_path / "b.jsonl", taken, *rows))
     assert [question.text for question in questions] == ["When?", "Who?  ", "What?"]
     assert len({question.id for question in questions}) == 3
 
 
 def test_a_blank_id_is_made_of_the_question(tmp_path):
     rows = [row(question_id="", question_text=text) for text in ("Who?", "What?")]
-    ids = [question.id for question in read_ircot(write(tmp_path / "a.jsonl", *rows))]
+    ids = [question.id for question in read(write(tmp_path / "a.jsonl", *rows))]
     assert len(set(ids)) == 2
     assert all(ids)
-    [again] = read_ircot(write(tmp_path / "b.jsonl", rows[1]))
+    [again] = read(write(tmp_path / "b.jsonl", rows[1]))
     assert again.id == ids[1]
 
 
@@ -152,20 +156,20 @@ def test_bytes_that_are_not_utf8_are_located(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(row()).encode() + b'\n{"x": "\xff"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2: expected UTF-8, found byte 0xff at byte 7"):
-        read_ircot(path)
+        read(path)
 
 
 def test_missing_and_empty_files(tmp_path):
     with pytest.raises(UserError, match="cannot read data file"):
-        read_ircot(tmp_path / "absent.jsonl")
+        read(tmp_path / "absent.jsonl")
     with pytest.raises(UserError, match="no rows"):
-        read_ircot(write(tmp_path / "a.jsonl", "", " "))
+        read(write(tmp_path / "a.jsonl", "", " "))
 
 
 def test_the_limit_counts_rows_of_each_file(tmp_path):
     first = write(tmp_path / "a.jsonl", row(question_id="1"), "", row(question_id="2"), "{")
     second = write(tmp_path / "b.jsonl", row(question_id="3"))
-    assert [q.id for q in read_ircot(first, second, limit=2)] == ["1", "2", "3"]
+    assert [q.id for q in read(first, second, limit=2)] == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,239 @@
+"""The stages of one build, in the order in which they need each other."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+
+from cache_ops.hf import load_tokenizer
+from data_builders.assets import AssetStore, Needed
+from data_builders.candidates import VECTORS_FILE, Asked, Contexts, Corpus
+from data_builders.executor import Work, make_assets
+from data_builders.extraction import ChunkTexts, extract, open_journal
+from data_builders.intake import Intake
+from data_builders.key import Split, assets_folder, chunks_key, digest, encoder_key
+from data_builders.lookups import ChunkLookup, EncodedLookup
+from data_builders.raft import Noised, add_noise, remove_supporting
+from data_builders.records import Passage, Question
+from data_builders.report import Tally
+from data_builders.samples import sample_row
+from data_builders.tables import (
+    CHUNK_COLUMNS,
+    CHUNKS_FILE,
+    SAMPLE_COLUMNS,
+    SAMPLES_FILE,
+    Chunk,
+    TableWriter,
+)
+from data_builders.workers import ChunkWork, EncodeWork, chunk_item, text_items
+from recipes.progress import track
+from recipes.schema import Recipe
+
+# What a kill costs at most, and what a worker gets at once.
+PASSAGES_A_BATCH = 256
+TEXTS_A_BATCH = 64
+QUESTIONS_A_BLOCK = 256
+_ROWS_A_PAGE = 256
+Item = TypeVar("Item")
+
+
+@dataclass
+class Pipeline:
+    """One build under way. `made` says for each kind of asset how much was needed and missing."""
+
+    config: Recipe
+    split: Split
+    folder: Path
+    intake: Intake
+    chunk_store: AssetStore
+    encoded_store: AssetStore
+    made: dict[str, Needed] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls, config: Recipe, split: Split, folder: Path, intake: Intake, stack: ExitStack
+    ) -> Self:
+        """Opens the asset stores until `stack` is closed; `folder` is for work files."""
+        assets = assets_folder(config)
+
+        def store(kind: str, key: dict[str, Any]) -> AssetStore:
+            return stack.enter_context(AssetStore(assets / f"{kind}-{digest(key)}.sqlite"))
+
+        return cls(
+            config,
+            split,
+            folder,
+            intake,
+            chunk_store=store("chunks", chunks_key(config)),
+            encoded_store=store("encoded", encoder_key(config)),
+        )
+
+    def run(self, final: Path, *, retry_failed: bool) -> dict[str, Any]:
+        """Makes the two tables in `final` from the intake; the report."""
+        tally = Tally()
+        if retry_failed:
+            # Other nuggets may come, and what follows from them with them.
+            self.intake.forget_retrieved()
+            (self.folder / VECTORS_FILE).unlink(missing_ok=True)
+        extraction = self._make_chunks(retry_failed=retry_failed)
+        self._write_chunks(final / CHUNKS_FILE, tally)
+        self._retrieve()
+        self._write_samples(final / SAMPLES_FILE, tally)
+        return tally.report(extraction)
+
+    # Chunks
+
+    def _make_chunks(self, *, retry_failed: bool) -> dict[str, Any] | None:
+        config = self.config
+        work = ChunkWork(config.model.path, config.data.chunk_tokens, config.nuggets)
+        if config.nuggets.extractor != "llm":
+            self._make(
+                "passages", self.chunk_store, self._chunk_items(None), work, PASSAGES_A_BATCH
+            )
+            return None
+        tokenizer = load_tokenizer(config.model.path)
+        texts = ChunkTexts(self.intake, tokenizer, config.data.chunk_tokens)
+        with closing(open_journal(config)) as journal:
+            extraction = extract(texts, journal, retry_failed=retry_failed)
+
+            def candidates(passage: Passage) -> list[list[str]]:
+                # What the model has failed on keeps no nuggets; the report counts it.
+                return [journal.candidates(text) or [] for text in texts.of(passage)]
+
+            items = self._chunk_items(candidates)
+            self._make("passages", self.chunk_store, items, work, PASSAGES_A_BATCH)
+        return extraction
+
+    def _chunk_items(
+        self, candidates: Callable[[Passage], list[list[str]]] | None
+    ) -> Iterator[tuple[bytes, str]]:
+        for page in _pages(self.intake.passages(), _ROWS_A_PAGE):
+            items = [
+                chunk_item(passage, None if candidates is None else candidates(passage))
+                for _, passage in page
+            ]
+            self.intake.set_chunks(
+                [(key, number) for (key, _), (number, _) in zip(items, page, strict=True)]
+            )
+            yield from items
+
+    def _write_chunks(self, path: Path, tally: Tally) -> None:
+        """Writes each distinct chunk once, where it first occurs."""
+        with self.intake.db, TableWriter(path, CHUNK_COLUMNS) as table:
+            self.intake.db.execute("DELETE FROM chunks")
+            passages = zip(self.intake.passages(), self.intake.chunks_keys(), strict=True)
+            for page in _pages(passages, _ROWS_A_PAGE):
+                values = self.chunk_store.get(key for _, (_, key) in page)
+                for (number, passage), (_, key) in page:
+                    tally.passage(passage)
+                    for position, row in enumerate(json.loads(values[key])):
+                        if self.intake.add_chunk(row["chunk_id"], number, position):
+                            table.write(row)
+                            tally.chunk(row)
+
+    # Retrieval
+
+    def _retrieve(self) -> None:
+        """Finds the chunks of every question, and encodes what they will be compared with."""
+        retrieval = self.config.retrieval
+        self._encode("questions", (question.text for _, question in self.intake.questions()))
+        if retrieval.selection == "two_stage":
+            self._encode("chunks", (chunk.text for chunk in self._all_chunks()))
+        elif retrieval.candidates == "corpus":
+            self._encode("nuggets", _nugget_texts(self._all_chunks()))
+        chunks, encoded = self._lookups()
+        where = (
+            Contexts(self.intake, chunks, encoded, retrieval)
+            if retrieval.candidates == "contexts"
+            else Corpus(self.intake, chunks, encoded, retrieval, self.folder)
+        )
+        questions = track(
+            self.intake.questions(), "retrieve", self.intake.count("questions"), "questions"
+        )
+        pending = ((n, question) for n, question in questions if not self.intake.is_retrieved(n))
+        for block in _pages(pending, QUESTIONS_A_BLOCK):
+            found = where.retrieve([self._ask(question) for _, question in block])
+            self.intake.put_retrieved(
+                [(n, one.rows, one.scores) for (n, _), one in zip(block, found, strict=True)]
+            )
+        used = self.intake.retrieved_rows()
+        self._encode(
+            "nuggets",
+            _nugget_texts(
+                chunk for page in _pages(used, _ROWS_A_PAGE) for chunk in chunks.at(page)
+            ),
+        )
+
+    def _all_chunks(self) -> Iterator[Chunk]:
+        chunks, _ = self._lookups()
+        for page in _pages(iter(range(self.intake.count("chunks"))), _ROWS_A_PAGE):
+            yield from chunks.at(page)
+
+    def _encode(self, unit: str, texts: Iterable[str]) -> None:
+        work = EncodeWork(self.config.retrieval, torch.get_num_threads())
+        self._make(unit, self.encoded_store, text_items(texts), work, TEXTS_A_BATCH)
+
+    def _ask(self, question: Question) -> Asked:
+        """The question after RAFT; questions to evaluate on keep their passages."""
+        if self.split != "train":
+            return Asked(Noised(question, drawn=False, noised=False), [])
+        probability, seed = self.config.raft.noise_probability, self.config.seed
+        if self.config.retrieval.candidates == "corpus":
+            noised = remove_supporting(question, probability, seed)
+            removed = [p for p in question.passages if p not in noised.question.passages]
+            return Asked(noised, removed)
+        return Asked(add_noise(question, self._pools, probability, seed), [])
+
+    @cached_property
+    def _pools(self) -> Mapping[str, Sequence[Passage]]:
+        return self.intake.pools()
+
+    # Samples
+
+    def _write_samples(self, path: Path, tally: Tally) -> None:
+        chunks, encoded = self._lookups()
+        questions = track(
+            self.intake.questions(), "build samples", self.intake.count("questions"), "samples"
+        )
+        with TableWriter(path, SAMPLE_COLUMNS) as table:
+            for number, question in questions:
+                rows, chunk_scores = self.intake.retrieved(number)
+                row = sample_row(
+                    self._ask(question).noised,
+                    chunks.at(rows),
+                    chunk_scores,
+                    chunks,
+                    encoded,
+                    self.config.retrieval,
+                )
+                table.write(row)
+                tally.sample(row)
+
+    def _lookups(self) -> tuple[ChunkLookup, EncodedLookup]:
+        return ChunkLookup(self.intake, self.chunk_store), EncodedLookup(self.encoded_store)
+
+    def _make(
+        self,
+        unit: str,
+        store: AssetStore,
+        items: Iterable[tuple[bytes, str]],
+        work: Work,
+        batch_size: int,
+    ) -> None:
+        self.made[unit] = make_assets(store, items, work, self.config.build, batch_size, unit)
+
+
+def _nugget_texts(chunks: Iterable[Chunk]) -> Iterator[str]:
+    return (text for chunk in chunks for text in chunk.nugget_texts)
+
+
+def _pages(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    iterator = iter(items)
+    while page := list(islice(iterator, size)):
+        yield page
