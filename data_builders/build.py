@@ -24,6 +24,7 @@ from data_builders.intake import Intake
 from data_builders.key import Split, build_key, key_folder, split_files, split_format, split_rows
 from data_builders.nuggets.llm.batch_files import BatchReport, read_batch_files, write_batch_files
 from data_builders.pipeline import Pipeline
+from data_builders.ray_cluster import leaving_ray
 from data_builders.readers import read_corpus, read_questions
 from data_builders.records import Question
 from data_builders.report import render_report
@@ -83,6 +84,7 @@ def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
         shutil.rmtree(final, ignore_errors=True)
         final.mkdir()
         with ExitStack() as stack:
+            stack.enter_context(leaving_ray())
             pipeline = Pipeline.open(config, split, partial, intake, stack)
             report = pipeline.run(final, retry_failed=retry_failed)
         (final / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")

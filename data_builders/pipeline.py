@@ -35,8 +35,8 @@ from data_builders.workers import ChunkWork, EncodeWork, chunk_item, text_items
 from recipes.progress import track
 from recipes.schema import Recipe
 
-# What a kill costs at most, and what a worker gets at once.
-PASSAGES_A_BATCH = 256
+# What a worker gets at once, and what a kill costs at most.
+PASSAGES_A_BATCH = {"rules": 256, "llm": 256, "local_model": 8}
 TEXTS_A_BATCH = 64
 QUESTIONS_A_BLOCK = 256
 _ROWS_A_PAGE = 256
@@ -92,10 +92,9 @@ class Pipeline:
     def _make_chunks(self, *, retry_failed: bool) -> dict[str, Any] | None:
         config = self.config
         work = ChunkWork(config.model.path, config.data.chunk_tokens, config.nuggets)
+        batch = PASSAGES_A_BATCH[config.nuggets.extractor]
         if config.nuggets.extractor != "llm":
-            self._make(
-                "passages", self.chunk_store, self._chunk_items(None), work, PASSAGES_A_BATCH
-            )
+            self._make("passages", self.chunk_store, self._chunk_items(None), work, batch)
             return None
         tokenizer = load_tokenizer(config.model.path)
         texts = ChunkTexts(self.intake, tokenizer, config.data.chunk_tokens)
@@ -107,7 +106,7 @@ class Pipeline:
                 return [journal.candidates(text) or [] for text in texts.of(passage)]
 
             items = self._chunk_items(candidates)
-            self._make("passages", self.chunk_store, items, work, PASSAGES_A_BATCH)
+            self._make("passages", self.chunk_store, items, work, batch)
         return extraction
 
     def _chunk_items(

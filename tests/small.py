@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -37,6 +38,31 @@ def tiny_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFas
     )
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def save_tiny_encoder(folder: Path) -> None:
+    """A random BERT over letters and digits, for FlagEmbedding with mean pooling."""
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz0123456789"]
+    vocabulary = {name: at for at, name in enumerate(names)}
+    pipeline = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    pipeline.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    pipeline.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=pipeline,
+        model_max_length=128,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    # Wide enough that a matrix product is shared by threads.
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(names), intermediate_size=512, **shape)).save_pretrained(
+        folder
+    )
 
 
 def words_encoder(texts):

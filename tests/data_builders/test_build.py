@@ -39,7 +39,7 @@ def world(tmp_path, monkeypatch):
     write_rows(tmp_path / "dev.jsonl", [data_row(number) for number in range(100, 108)])
     use_encoder(monkeypatch, words_encoder)
     # Several batches of everything.
-    monkeypatch.setattr(pipeline, "PASSAGES_A_BATCH", 16)
+    monkeypatch.setitem(pipeline.PASSAGES_A_BATCH, "rules", 16)
     monkeypatch.setattr(pipeline, "QUESTIONS_A_BLOCK", 4)
     monkeypatch.setattr(pipeline, "TEXTS_A_BATCH", 16)
     return tmp_path
@@ -232,7 +232,7 @@ def test_a_root_that_cannot_be_written_is_named(world, root):
 
 def test_an_encoder_in_the_home_of_nobody_is_not_found(world):
     config = recipe(world, retrieval={"encoder": "~no-such-user/encoder"})
-    with pytest.raises(UserError, match="no encoder at '~no-such-user/encoder'"):
+    with pytest.raises(UserError, match="no model at '~no-such-user/encoder'"):
         build(config, "dev")
 
 

@@ -91,7 +91,7 @@ def test_what_cannot_be_used_is_the_users_error(folder, tmp_path):
     with pytest.raises(UserError, match="needs an instruct model"):
         load_extractor(config_of(plain))(TEXTS)
     (plain / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(UserError, match=r"nuggets\.local_model\.path: .* no readable safetensors weights"):
+    with pytest.raises(UserError, match=r"local_model\.path: .* no readable safetensors weights"):
         load_extractor(config_of(plain))
 
 

@@ -14,10 +14,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-import torch
-from small import data_row, tiny_tokenizer, write_rows
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast
+from small import data_row, save_tiny_encoder, tiny_tokenizer, write_rows
+from transformers import LlamaConfig
 
 from data_builders.assets import AssetStore
 from data_builders.executor import make_assets
@@ -39,7 +37,7 @@ from data_builders import build, pipeline, ray_cluster
 from recipes.exit import run
 from recipes.resolve import resolve
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
-pipeline.PASSAGES_A_BATCH, pipeline.TEXTS_A_BATCH = 6, 16
+pipeline.PASSAGES_A_BATCH["rules"], pipeline.TEXTS_A_BATCH = 6, 16
 def command():
     with ray_cluster.leaving_ray():
         built = build.build(resolve(sys.argv[1:]).config, "train")
@@ -72,7 +70,7 @@ def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ray")
     tiny_tokenizer().save_pretrained(folder / "model")
     LlamaConfig().save_pretrained(folder / "model")
-    save_encoder(folder / "encoder")
+    save_tiny_encoder(folder / "encoder")
     write_rows(folder / "train.jsonl", [data_row(number) for number in range(12)])
     write_rows(folder / "dev.jsonl", [data_row(number) for number in range(100, 102)])
     recipe = {
@@ -93,30 +91,6 @@ def world(tmp_path_factory) -> Path:
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return folder
-
-
-def save_encoder(folder: Path) -> None:
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz0123456789"]
-    vocabulary = {name: at for at, name in enumerate(names)}
-    pipeline = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    pipeline.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    pipeline.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=pipeline,
-        model_max_length=128,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    # Wide enough that a matrix product is shared by threads.
-    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    BertModel(BertConfig(vocab_size=len(names), intermediate_size=512, **shape)).save_pretrained(
-        folder
-    )
 
 
 def driver(world: Path, root: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
