@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from data_builders.encoded import Encoded
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -72,6 +74,11 @@ def words_encoder(texts):
         for word in text.lower().split():
             row[hashlib.sha256(word.encode()).digest()[0] % 64] += 1
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-9)
+
+
+def encode_words(texts):
+    """`words_encoder` as an encoder of the build."""
+    return [Encoded(row) for row in words_encoder(texts)]
 
 
 def data_row(number: int, dataset: str = "d") -> dict:

@@ -6,22 +6,17 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from scripted_server import serve
-from small import data_row, tiny_tokenizer, words_encoder, write_rows
+from small import data_row, encode_words, tiny_tokenizer, words_encoder, write_rows
 from transformers import LlamaConfig
 
 from data_builders import bm25, candidates, pipeline, workers
 from data_builders.build import build, load_built, read_batches, write_batches
-from data_builders.encoded import Encoded
 from data_builders.retrieval import cosine_scores, fuse, select_nuggets, top
 from data_builders.statistics import draw_statistics, render_statistics
 from recipes.errors import UserError
 from recipes.schema import Recipe
 
 TABLES = ("chunks.arrow", "samples.arrow")
-
-
-def encode(texts):
-    return [Encoded(row) for row in words_encoder(texts)]
 
 
 @pytest.fixture
@@ -31,7 +26,7 @@ def world(tmp_path, monkeypatch):
     LlamaConfig().save_pretrained(tmp_path / "model")
     (tmp_path / "encoder").mkdir()
     (tmp_path / "encoder" / "config.json").write_text("{}")
-    monkeypatch.setattr(workers, "load_encoder", lambda config, threads: encode)
+    monkeypatch.setattr(workers, "load_encoder", lambda config, threads: encode_words)
     monkeypatch.setitem(pipeline.PASSAGES_A_BATCH, "rules", 7)
     monkeypatch.setattr(pipeline, "QUESTIONS_A_BLOCK", 4)
     monkeypatch.setattr(candidates, "_ROWS_A_BLOCK", 8)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import data_row, tiny_tokenizer, words_encoder, write_rows
+from small import data_row, encode_words, tiny_tokenizer, write_rows
 from tiny import tiny_model
 
-from data_builders import build as builder
+from data_builders import workers
+from data_builders.build import build
 from launch.training import SCRIPT, run_training
 from recipes.resolve import resolve
 
@@ -82,6 +83,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     write_rows(folder / "dev.jsonl", [data_row(number) for number in range(100, 104)])
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "load_encoder", lambda config: words_encoder)
-        builder.build(resolve([str(folder / "recipe.yaml")]).config, "train")
+        patch.setattr(workers, "load_encoder", lambda config, threads: encode_words)
+        build(resolve([str(folder / "recipe.yaml")]).config, "train")
     return Workplace(folder)
