@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
+from recipes.errors import UserError
+
 _PAGE = 500  # keys a query
 _LOCK_SECONDS = 600.0
 
@@ -41,7 +43,12 @@ class AssetStore:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, timeout=_LOCK_SECONDS)
-        self._db.execute("CREATE TABLE IF NOT EXISTS assets (key BLOB PRIMARY KEY, value BLOB)")
+        try:
+            self._db.execute("CREATE TABLE IF NOT EXISTS assets (key BLOB PRIMARY KEY, value BLOB)")
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise UserError(f"{path}: {error}; delete it, what it held is made again") from error
         # Temporary: on disk, this connection's alone, gone with it.
         self._db.execute("PRAGMA temp_store = FILE")
         self._db.execute(

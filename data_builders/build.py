@@ -10,16 +10,18 @@ import fcntl
 import json
 import logging
 import shutil
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC, EROFS
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from cache_ops.hf import load_config, load_tokenizer
 from data_builders.assets import Needed
-from data_builders.extraction import ChunkTexts, open_journal
+from data_builders.extraction import ChunkTexts, asked_model, open_journal
 from data_builders.intake import Intake
 from data_builders.key import Split, build_key, key_folder, split_files, split_format, split_rows
 from data_builders.nuggets.llm.batch_files import BatchReport, read_batch_files, write_batch_files
@@ -67,21 +69,26 @@ def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
     """
     key = build_key(config, split)
     folder = key_folder(config, split, key)
+    partial = folder.with_name(f"{folder.name}.partial")
     if _is_built(folder) and not (retry_failed and _has_failures(Built(folder, {}))):
         log.info("build of %s: hit, %s has the same content and settings", split, folder)
+        if partial.exists():
+            # Left by a build that was killed when all was done, unless another retries there.
+            with suppress(UserError), _locked(partial):
+                shutil.rmtree(partial)
         return Built(folder, {})
     log.info("build of %s: miss, building %s", split, folder)
     # A model that cannot be trained is told now, and not when hours of building are done.
     load_config(config.model.path)
-    partial = folder.with_name(f"{folder.name}.partial")
-    with _locked(partial), Intake(partial / "intake.sqlite") as intake:
+    with _locked(partial), _told_about(config), Intake(partial / "intake.sqlite") as intake:
         try:
             intake.fill(read_corpus(config.data.corpus), _questions(config, split))
         except UserError:
             _forget(partial)
             raise
-        final = partial / "final"
-        shutil.rmtree(final, ignore_errors=True)
+        final, replaced = partial / "final", partial / "replaced"
+        for left in (final, replaced):
+            shutil.rmtree(left, ignore_errors=True)
         final.mkdir()
         with ExitStack() as stack:
             stack.enter_context(leaving_ray())
@@ -90,7 +97,7 @@ def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
         (final / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
         (final / "key.json").write_text(json.dumps(key, indent=2), encoding="utf-8")
         if folder.exists():
-            folder.rename(partial / "replaced")
+            folder.rename(replaced)
         final.rename(folder)
         shutil.rmtree(partial)
     log.info("built %s\n%s\n%s", folder, render_report(report), render_made(pipeline.made))
@@ -126,21 +133,24 @@ def render_made(made: dict[str, Needed]) -> str:
     )
 
 
-def write_batches(config: Recipe, split: Split, folder: Path) -> list[Path]:
+def write_batches(
+    config: Recipe, split: Split, folder: Path, *, retry_failed: bool = False
+) -> list[Path]:
     """Batch-API files, in `folder`, of the requests that a build of the split would make.
 
     Raises:
         UserError: the recipe asks no model, malformed data, or `folder` holds such files already.
     """
+    asked_model(config)
     with (
         TemporaryDirectory(prefix="coinrag-") as scratch,
         Intake(Path(scratch) / "intake.sqlite") as intake,
-        closing(open_journal(config)) as journal,
     ):
         intake.fill(read_corpus(config.data.corpus), _questions(config, split))
         tokenizer = load_tokenizer(config.model.path)
         texts = ChunkTexts(intake, tokenizer, config.data.chunk_tokens)
-        return write_batch_files(texts, journal, folder)
+        with closing(open_journal(config)) as journal:
+            return write_batch_files(texts, journal, folder, retry_failed=retry_failed)
 
 
 def read_batches(config: Recipe, files: Sequence[Path]) -> BatchReport:
@@ -174,6 +184,20 @@ def _is_built(folder: Path) -> bool:
         return folder.is_dir()
     except OSError as error:
         raise _unusable_root(error) from error
+
+
+@contextmanager
+def _told_about(config: Recipe) -> Iterator[None]:
+    """A full or read-only disk is the user's to mend."""
+    try:
+        yield
+    except (sqlite3.OperationalError, OSError) as error:
+        full = isinstance(error, OSError) and error.errno in (ENOSPC, EROFS, EDQUOT)
+        if full or isinstance(error, sqlite3.OperationalError):
+            raise UserError(
+                f"data.built_root: cannot write {config.data.built_root}: {error}"
+            ) from error
+        raise
 
 
 def _unusable_root(error: OSError) -> UserError:

@@ -14,21 +14,30 @@ from data_builders.nuggets.llm.journal import Journal
 from data_builders.nuggets.llm.run import extract_with_llm
 from data_builders.records import Passage
 from recipes.errors import UserError
-from recipes.schema import Recipe
+from recipes.schema import LlmConfig, Recipe
+
+
+def asked_model(config: Recipe) -> LlmConfig:
+    """The model that the recipe asks for nuggets.
+
+    Raises:
+        UserError: it asks none.
+    """
+    if config.nuggets.extractor != "llm" or config.nuggets.llm is None:
+        raise UserError(
+            "nuggets.extractor: expected llm to work with a model's answers, got "
+            f"{config.nuggets.extractor!r}"
+        )
+    return config.nuggets.llm
 
 
 def open_journal(config: Recipe) -> Journal:
-    """The journal of model answers beside the builds; what is in it was paid for.
+    """The journal of the model's answers beside the builds; what is in it was paid for.
 
     Raises:
         UserError: the recipe asks no model, or another process uses the journal.
     """
-    if config.nuggets.extractor != "llm" or config.nuggets.llm is None:
-        raise UserError(
-            f"nuggets.extractor: expected llm to work with a model's answers, got "
-            f"{config.nuggets.extractor!r}"
-        )
-    return Journal(Path(config.data.built_root) / "llm-journal.sqlite", config.nuggets.llm)
+    return Journal(Path(config.data.built_root) / "llm-journal.sqlite", asked_model(config))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ class ChunkLookup:
         """The chunks in those rows of the table."""
         places = [self._intake.chunk_place(row) for row in rows]
         values = self._store.get(key for key, _ in places)
-        return [chunk_from_row(json.loads(values[key])[position]) for key, position in places]
+        passages = {key: json.loads(value) for key, value in values.items()}
+        return [chunk_from_row(passages[key][position]) for key, position in places]
 
 
 class EncodedLookup:

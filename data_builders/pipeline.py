@@ -142,9 +142,10 @@ class Pipeline:
         """Finds the chunks of every question, and encodes what they will be compared with."""
         retrieval = self.config.retrieval
         self._encode("questions", (question.text for _, question in self.intake.questions()))
+        all_nuggets = retrieval.selection == "one_stage" and retrieval.candidates == "corpus"
         if retrieval.selection == "two_stage":
             self._encode("chunks", (chunk.text for chunk in self._all_chunks()))
-        elif retrieval.candidates == "corpus":
+        elif all_nuggets:
             self._encode("nuggets", _nugget_texts(self._all_chunks()))
         chunks, encoded = self._lookups()
         where = (
@@ -161,13 +162,10 @@ class Pipeline:
             self.intake.put_retrieved(
                 [(n, one.rows, one.scores) for (n, _), one in zip(block, found, strict=True)]
             )
-        used = self.intake.retrieved_rows()
-        self._encode(
-            "nuggets",
-            _nugget_texts(
-                chunk for page in _pages(used, _ROWS_A_PAGE) for chunk in chunks.at(page)
-            ),
-        )
+        if not all_nuggets:
+            pages = _pages(self.intake.retrieved_rows(), _ROWS_A_PAGE)
+            retrieved = (chunk for page in pages for chunk in chunks.at(page))
+            self._encode("nuggets", _nugget_texts(retrieved))
 
     def _all_chunks(self) -> Iterator[Chunk]:
         chunks, _ = self._lookups()

@@ -49,7 +49,8 @@ class Tally:
     def sample(self, row: Row) -> None:
         """Counts a sample row, with what `samples.sample_row` adds for the report."""
         self._datasets[row["dataset"]] += 1
-        self._length("nuggets_a_question", row["candidate_nuggets"])
+        if row["candidate_nuggets"] is not None:
+            self._length("nuggets_a_question", row["candidate_nuggets"])
         self._length("selected_tokens", _selected_tokens(row))
         gold = set(row["gold_chunk_ids"])
         worded = not all(answer_key(answer) in _YES_NO for answer in row["answers"])
@@ -91,7 +92,7 @@ class Tally:
                 "chunks": chunks.total(),
                 "nuggets": nugget_tokens.total(),
                 "nugget_words": quantiles(length.get("nugget_words", Counter())),
-                "nuggets_a_question": quantiles(length["nuggets_a_question"]),
+                "nuggets_a_question": quantiles(length.get("nuggets_a_question", Counter())),
                 "neighbour_overlap": _share(count["overlap"], in_nuggets),
                 "tokens_covered": _share(count["covered"], tokens),
             },

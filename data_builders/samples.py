@@ -53,7 +53,12 @@ def sample_row(
         "noised": noised.noised,
         "noise_drawn": noised.drawn,
         "context_passages": len(question.passages),
-        "candidate_nuggets": sum(len(chunk.nuggets) for chunk in chunks.of(question.passages)),
+        # Of a corpus all are candidates.
+        "candidate_nuggets": (
+            sum(len(chunk.nuggets) for chunk in chunks.of(question.passages))
+            if config.candidates == "contexts"
+            else None
+        ),
         "answer_in_contexts": _answered(question.answers, [p.full_text for p in question.passages]),
         "answer_in_chunks": _answered(question.answers, [chunk.text for chunk in retrieved]),
         "answer_in_spans": _answered(question.answers, _selected_texts(retrieved, chosen)),

@@ -57,7 +57,9 @@ def build(
             "batch_files": [
                 str(file)
                 for split in splits
-                for file in builder.write_batches(config, split, Path(write_batch) / split)
+                for file in builder.write_batches(
+                    config, split, Path(write_batch) / split, retry_failed=retry_failed
+                )
             ]
         }
     built = {split: builder.build(config, split, retry_failed=retry_failed) for split in splits}
@@ -194,6 +196,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         top.error(f"unrecognized arguments: {' '.join(flags)}")
     if rest:
         parsed.arguments += rest
+    if parsed.command == "build" and parsed.write_batch is not None and parsed.stats:
+        top.error("--stats needs a build, and --write-batch makes none")
     return parsed
 
 

@@ -22,10 +22,16 @@ MAX_CLUSTER = 32
 _UNSPACED = r"\p{lb=ID}\p{lb=CJ}\p{lb=SA}\p{lb=EB}\p{lb=RI}"
 _UNSPACED_CHARACTER = regex.compile(f"[{_UNSPACED}]")
 _WORD = regex.compile(rf"[{_UNSPACED}]\p{{M}}*|[^ {_UNSPACED}]+")
-_CLUSTER = regex.compile(r"\X")
 _IGNORABLE = regex.compile(r"\p{Default_Ignorable_Code_Point}")
-# What a form does not map character by character.
-_IRREGULAR = re.compile(r"\s{2,}|[^\x00-\x7f]+(?:[!-~][^\x00-\x7f]+)*")
+# Those that may compose once the ignorable characters between them are gone are taken as one.
+_CLUSTER = regex.compile(
+    rf"""(?x) \X (?: \p{{Default_Ignorable_Code_Point}}{{0,{MAX_CLUSTER}}}+
+    (?<=\p{{Default_Ignorable_Code_Point}})
+    (?=[\p{{GCB=Extend}}\p{{GCB=SpacingMark}}\p{{GCB=V}}\p{{GCB=T}}]) \X )*"""
+)
+# What a form does not map character by character: white space before more of it, and what is not
+# ASCII, with the characters around it, which may belong to its first and last clusters.
+_IRREGULAR = re.compile(r"\s+(?=\s)|[ -~]?[^\x00-\x7f]+(?:[ -~][^\x00-\x7f]+)*[ -~]?")
 # By code: blanks for white space, one style of quotation marks. Faster than a dict, which misses.
 _ASCII_STYLES = "".join(
     " " if chr(code).isspace() else chr(code).replace("`", "'") for code in range(128)
@@ -94,8 +100,13 @@ def folded(part: str) -> str:
 def _folded(cluster: str) -> str:
     # Compatibility forms hide case ("™"), so case goes before and after.
     cased = _canonical(cluster).casefold()
-    decomposed = unicodedata.normalize("NFKD", cased).casefold()
+    return " ".join(_unaccented(part) for part in cased.split(" "))
+
+
+def _unaccented(part: str) -> str:
+    decomposed = unicodedata.normalize("NFKD", part).casefold()
     kept = "".join(character for character in decomposed if not _is_accent(character))
+    # A spacing accent decomposes to a blank and a mark.
     return unicodedata.normalize("NFC", kept.translate(_STROKES)).strip()
 
 
@@ -204,15 +215,10 @@ def _pieces(text: str) -> Iterator[tuple[int, int]]:
     done = 0
     for match in _IRREGULAR.finditer(text):
         start, end = match.span()
-        space = match[0].isspace()
-        if not space:
-            # Marks may belong to the ASCII character before, and a few signs to the one after.
-            start -= start > done and not text[start - 1].isspace()
-            end += end < len(text) and not text[end].isspace()
         if start > done:
             yield done, start
         done = end
-        if space:
+        if match[0].isspace():
             yield start, end
             continue
         for cluster in _CLUSTER.finditer(text, start, end):

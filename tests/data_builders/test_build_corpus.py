@@ -1,6 +1,7 @@
 """Builds that search a corpus, select in one stage, reuse what was made, or ask a model."""
 
 import json
+import shutil
 from dataclasses import asdict
 
 import numpy as np
@@ -313,3 +314,27 @@ def test_batch_files_need_a_model(world):
     with pytest.raises(UserError, match=r"nuggets\.extractor: expected llm .* got 'rules'"):
         write_batches(recipe(world), "train", world / "batch")
     assert not (world / "batch").exists()
+
+
+def test_what_a_kill_leaves_beside_finished_tables_is_removed(world):
+    config = recipe(world)
+    folder = build(config, "dev").folder
+    left = folder.with_name(f"{folder.name}.partial")
+    left.mkdir()
+    (left / "intake.sqlite").write_bytes(b"a lot")
+    assert build(config, "dev").folder == folder
+    assert not left.exists()
+
+
+def test_a_damaged_store_is_named_and_can_be_deleted(world):
+    config = recipe(world)
+    folder = build(config, "dev").folder
+    before = {name: (folder / name).read_bytes() for name in TABLES}
+    shutil.rmtree(folder)
+    [store] = (world / "built" / "assets").glob("chunks-*.sqlite")
+    store.write_bytes(b"no database at all" * 100)
+    with pytest.raises(UserError, match=rf"{store.name}: .*; delete it"):
+        build(config, "dev")
+    store.unlink()
+    build(config, "dev")
+    assert {name: (folder / name).read_bytes() for name in TABLES} == before

@@ -125,7 +125,7 @@ def test_rules_are_loaded_by_name():
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="the quickstart's model is absent")
 def test_a_small_instruct_model_gives_candidates():
     text = "Ann Lee\nAnn Lee was a film director from Paris. She won the prize of the city in 1990."
-    config = config_of(SMOLLM2, max_new_tokens=64)
+    config = config_of(SMOLLM2, max_new_tokens=48)
     [found] = load_extractor(config)([text])
     assert found
     assert any("Ann Lee" in candidate for candidate in found)

@@ -79,6 +79,7 @@ def test_flags_may_stand_among_the_arguments() -> None:
         ["nonsense"],
         ["build"],
         ["build", "quickstart", "--jso"],
+        ["build", "quickstart", "--stats", "--write-batch", "x"],
         ["train", "quickstart", "--unknown", "seed=1"],
         ["train", "quickstart", "--processes", "0"],
         ["world", "a", "b"],
