@@ -8,12 +8,11 @@ file systems, where a cluster's builds lie. Files may be deleted at any time; th
 import hashlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Self
-
-from recipes.errors import UserError
 
 _PAGE = 500  # keys a query
 _LOCK_SECONDS = 600.0
@@ -27,6 +26,18 @@ def content_key(*parts: str) -> bytes:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.digest()
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether SQLite finds its file at `path` damaged; reads all of it."""
+    with closing(sqlite3.connect(path)) as db:
+        try:
+            return bool(db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",))
+        except sqlite3.OperationalError:
+            # Locked by another process, say.
+            return False
+        except sqlite3.DatabaseError:
+            return True
 
 
 @dataclass(frozen=True)
@@ -43,12 +54,7 @@ class AssetStore:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, timeout=_LOCK_SECONDS)
-        try:
-            self._db.execute("CREATE TABLE IF NOT EXISTS assets (key BLOB PRIMARY KEY, value BLOB)")
-        except sqlite3.OperationalError:
-            raise
-        except sqlite3.DatabaseError as error:
-            raise UserError(f"{path}: {error}; delete it, what it held is made again") from error
+        self._db.execute("CREATE TABLE IF NOT EXISTS assets (key BLOB PRIMARY KEY, value BLOB)")
         # Temporary: on disk, this connection's alone, gone with it.
         self._db.execute("PRAGMA temp_store = FILE")
         self._db.execute(

@@ -20,10 +20,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cache_ops.hf import load_config, load_tokenizer
-from data_builders.assets import Needed
+from data_builders.assets import Needed, is_damaged
 from data_builders.extraction import ChunkTexts, asked_model, open_journal
 from data_builders.intake import Intake
-from data_builders.key import Split, build_key, key_folder, split_files, split_format, split_rows
+from data_builders.key import (
+    Split,
+    assets_folder,
+    build_key,
+    key_folder,
+    split_files,
+    split_format,
+    split_rows,
+)
 from data_builders.nuggets.llm.batch_files import BatchReport, read_batch_files, write_batch_files
 from data_builders.pipeline import Pipeline
 from data_builders.ray_cluster import leaving_ray
@@ -80,7 +88,11 @@ def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
     log.info("build of %s: miss, building %s", split, folder)
     # A model that cannot be trained is told now, and not when hours of building are done.
     load_config(config.model.path)
-    with _locked(partial), _told_about(config), Intake(partial / "intake.sqlite") as intake:
+    with (
+        _locked(partial),
+        _told_about(config, partial),
+        Intake(partial / "intake.sqlite") as intake,
+    ):
         try:
             intake.fill(read_corpus(config.data.corpus), _questions(config, split))
         except UserError:
@@ -181,14 +193,14 @@ def _questions(config: Recipe, split: Split) -> Iterator[Question]:
 
 def _is_built(folder: Path) -> bool:
     try:
-        return folder.is_dir()
+        return (folder / "key.json").is_file()
     except OSError as error:
         raise _unusable_root(error) from error
 
 
 @contextmanager
-def _told_about(config: Recipe) -> Iterator[None]:
-    """A full or read-only disk is the user's to mend."""
+def _told_about(config: Recipe, partial: Path) -> Iterator[None]:
+    """A full or read-only disk and a damaged file are the user's to mend."""
     try:
         yield
     except (sqlite3.OperationalError, OSError) as error:
@@ -197,6 +209,13 @@ def _told_about(config: Recipe) -> Iterator[None]:
             raise UserError(
                 f"data.built_root: cannot write {config.data.built_root}: {error}"
             ) from error
+        raise
+    except sqlite3.DatabaseError as error:
+        # SQLite does not say in which file.
+        files = [*partial.glob("*.sqlite"), *assets_folder(config).glob("*.sqlite")]
+        damaged = ", ".join(str(file) for file in files if is_damaged(file))
+        if damaged:
+            raise UserError(f"{damaged}: {error}; delete it, what it held is made again") from error
         raise
 
 

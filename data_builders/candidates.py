@@ -12,7 +12,7 @@ from data_builders.intake import Intake
 from data_builders.lookups import ChunkLookup, EncodedLookup
 from data_builders.raft import Noised
 from data_builders.records import Passage
-from data_builders.retrieval import FUSION_DEPTH, chunks_of_hits, fuse, scores, top
+from data_builders.retrieval import FUSION_DEPTH, fuse, scores, top
 from recipes.schema import RetrievalConfig
 
 VECTORS_FILE = "vectors.npy"
@@ -111,33 +111,34 @@ class Corpus:
             yield np.stack([row.dense for row in self._encoded(texts)])
 
     def retrieve(self, asked: Sequence[Asked]) -> list[Retrieved]:
-        """The top k_c chunks of each question, or those of its top k nuggets."""
+        """The top k_c chunks of each question, or, unranked, those of its top k nuggets."""
         config = self._config
         wanted = config.k if self._one_stage else config.k_c
         second_look = bool(config.bm25 or config.weights.sparse or config.weights.colbert)
+        reach = max(wanted, FUSION_DEPTH) if second_look else wanted
         excluded = [self._excluded(question.excluded) for question in asked]
-        depth = (max(wanted, FUSION_DEPTH) if second_look else wanted) + max(map(len, excluded))
+        depth = reach + max(map(len, excluded))
         queries = self._encoded([question.noised.question.text for question in asked])
         hits, _ = search(self._vectors, np.stack([query.dense for query in queries]), depth)
         lexical = bm25.read_index(self._lexical) if config.bm25 else None
         found = []
         for question, query, near, out in zip(asked, queries, hits, excluded, strict=True):
-            # In row order, so that a tie goes to the lower row.
-            rows = sorted(set(near.tolist()) - out)
+            # As many as without the other questions; in row order: a tie goes to the lower row.
+            rows = sorted([row for row in near.tolist() if row not in out][:reach])
             values = scores(query, self._encoded(self._texts_at(rows)), config.weights)
             ranked = [(rows[at], values[at]) for at in top(values, len(rows))]
             if lexical is not None:
                 words = bm25.rank(lexical, question.noised.question.text, depth)
-                rankings = [[row for row, _ in ranked], [row for row in words if row not in out]]
-                ranked = fuse(rankings, wanted)
+                lexical_rows = [row for row in words if row not in out][:reach]
+                ranked = fuse([[row for row, _ in ranked], lexical_rows], wanted)
             found.append(self._retrieved(ranked[:wanted]))
         return found
 
     def _retrieved(self, ranked: Sequence[tuple[int, float]]) -> Retrieved:
         if not self._one_stage:
             return Retrieved([row for row, _ in ranked], [score for _, score in ranked])
-        owners = [self._owner(row) for row, _ in ranked]
-        chunks = chunks_of_hits(owners)
+        # In row order: they are ranked by their nuggets later, as those of contexts are.
+        chunks = sorted({self._owner(row) for row, _ in ranked})
         return Retrieved(chunks, [0.0] * len(chunks))
 
     def _excluded(self, passages: Sequence[Passage]) -> set[int]:

@@ -23,6 +23,7 @@ _TABLES = (
     "pools (dataset TEXT, passage INTEGER, PRIMARY KEY (dataset, passage)) WITHOUT ROWID",
     "chunks (row INTEGER PRIMARY KEY, id TEXT UNIQUE, passage INTEGER, position INTEGER)",
     "retrieved (question INTEGER PRIMARY KEY, record TEXT)",
+    "searched (digest TEXT)",
 )
 _PAGE = 1000
 
@@ -46,7 +47,8 @@ class Intake:
         """Takes in corpus and questions, all or nothing, unless that was done before.
 
         Raises:
-            UserError: malformed input, or a question names a supporting passage that is not there.
+            UserError: malformed input, a question names a supporting passage that is not there, or
+                there is no passage at all.
         """
         if self.db.execute("PRAGMA user_version").fetchone()[0]:
             return
@@ -60,6 +62,8 @@ class Intake:
                     self.db.execute("INSERT INTO corpus_ids VALUES (?, ?)", (passage.id, number))
             for number, question in enumerate(questions):
                 self._add_question(number, question)
+            if not self.count("passages"):
+                raise UserError("data.corpus: no passage to search; the questions have none either")
             self.db.execute("PRAGMA user_version = 1")
 
     def _add(self, passage: Passage) -> int:
@@ -77,12 +81,14 @@ class Intake:
         return int(found[0])
 
     def _add_question(self, number: int, question: Question) -> None:
-        contexts = [(self._add(passage), passage.is_supporting) for passage in question.passages]
+        contexts = [self._add(passage) for passage in question.passages]
         self.db.executemany(
             "INSERT OR IGNORE INTO pools VALUES (?, ?)",
-            [(question.dataset, passage) for passage, _ in contexts],
+            [(question.dataset, passage) for passage in contexts],
         )
-        own = {passage for passage, _ in contexts}
+        # Of a passage that a question has twice, one mark counts for both.
+        marked = zip(contexts, question.passages, strict=True)
+        supporting = {number for number, passage in marked if passage.is_supporting}
         for name in question.supporting_ids:
             found = self.db.execute(
                 "SELECT passage FROM corpus_ids WHERE id = ?", (name,)
@@ -92,15 +98,16 @@ class Intake:
                     f"{question.place}: supporting_ids: no passage of data.corpus has the id "
                     f"{name!r}"
                 )
-            if found[0] not in own:
-                contexts.append((found[0], True))
+            supporting.add(found[0])
+            if found[0] not in contexts:
+                contexts.append(found[0])
         record = {
             "id": question.id,
             "dataset": question.dataset,
             "text": question.text,
             "answers": question.answers,
             "place": question.place,
-            "passages": contexts,
+            "passages": [(passage, passage in supporting) for passage in contexts],
         }
         self.db.execute("INSERT INTO questions VALUES (?, ?)", (number, json.dumps(record)))
 
@@ -200,10 +207,17 @@ class Intake:
                 [(number, json.dumps([rows, scores])) for number, rows, scores in found],
             )
 
-    def forget_retrieved(self) -> None:
-        """Takes everything out that `put_retrieved` put in."""
+    def searched(self) -> str | None:
+        """The digest of the chunks table that `retrieved` is about; None before the first."""
+        found = self.db.execute("SELECT digest FROM searched").fetchone()
+        return None if found is None else str(found[0])
+
+    def search_anew(self, digest: str) -> None:
+        """Forgets what was retrieved; from now on it is about the chunks table of that digest."""
         with self.db:
             self.db.execute("DELETE FROM retrieved")
+            self.db.execute("DELETE FROM searched")
+            self.db.execute("INSERT INTO searched VALUES (?)", (digest,))
 
     def is_retrieved(self, question: int) -> bool:
         """Whether `retrieved` knows the question."""

@@ -1,5 +1,6 @@
 """The stages of one build, in the order in which they need each other."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -77,12 +78,9 @@ class Pipeline:
     def run(self, final: Path, *, retry_failed: bool) -> dict[str, Any]:
         """Makes the two tables in `final` from the intake; the report."""
         tally = Tally()
-        if retry_failed:
-            # Other nuggets may come, and what follows from them with them.
-            self.intake.forget_retrieved()
-            (self.folder / VECTORS_FILE).unlink(missing_ok=True)
         extraction = self._make_chunks(retry_failed=retry_failed)
         self._write_chunks(final / CHUNKS_FILE, tally)
+        self._forget_other_chunks(final / CHUNKS_FILE)
         self._retrieve()
         self._write_samples(final / SAMPLES_FILE, tally)
         return tally.report(extraction)
@@ -137,6 +135,14 @@ class Pipeline:
                             tally.chunk(row)
 
     # Retrieval
+
+    def _forget_other_chunks(self, path: Path) -> None:
+        """What a stopped build retrieved is void if a model has given other nuggets since."""
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if self.intake.searched() != found:
+            (self.folder / VECTORS_FILE).unlink(missing_ok=True)
+            self.intake.search_anew(found)
 
     def _retrieve(self) -> None:
         """Finds the chunks of every question, and encodes what they will be compared with."""

@@ -6,7 +6,7 @@ texts are batched.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -147,13 +147,4 @@ def one_stage_chunks(nugget_scores: Sequence[Sequence[float]], k: int) -> list[i
     """
     owners = [chunk for chunk, row in enumerate(nugget_scores) for _ in row]
     flat = [score for row in nugget_scores for score in row]
-    return chunks_of_hits(owners[hit] for hit in top(flat, k))
-
-
-def chunks_of_hits(owners: Iterable[int]) -> list[int]:
-    """The chunks of the best nuggets of a corpus, ranked by their best nugget.
-
-    `owners` gives the chunk of each of the `k` best nuggets, best first. With nuggets numbered in
-    chunk order this is `one_stage_chunks`, for candidates that are searched with an index.
-    """
-    return list(dict.fromkeys(owners))
+    return list(dict.fromkeys(owners[hit] for hit in top(flat, k)))

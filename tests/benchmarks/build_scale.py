@@ -30,9 +30,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "data_builders" / "llm"))
+sys.path[:0] = [str(ROOT / "tests" / "data_builders" / "llm"), str(ROOT / "tests")]
 
 from scripted_server import ScriptedServer, serve  # noqa: E402
+from small import save_tiny_encoder  # noqa: E402
 
 from data_builders.nuggets.llm.journal import Journal  # noqa: E402
 from data_builders.world import write_corpus  # noqa: E402
@@ -47,6 +48,9 @@ def main() -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "faiss-cpu", "pyarrow"))
     print(f"{date.today()}, {os.cpu_count()} cores {platform.machine()}, {versions}", flush=True)
     with TemporaryDirectory(dir=options.folder) as name:
+        if options.small_encoder:
+            save_tiny_encoder(Path(name) / "encoder")
+            options.settings.append(f"retrieval.encoder={Path(name) / 'encoder'}")
         if options.kills == 0:
             _grow(options, Path(name))
         elif options.paid:
@@ -61,6 +65,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--passages", type=int, nargs="+", required=True)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--paid", action="store_true", help="nuggets from a scripted server")
+    parser.add_argument(
+        "--small-encoder", action="store_true", help="a random one of 128 dimensions, for speed"
+    )
     parser.add_argument("--start-seconds", type=float, default=12.0, help="until a build works")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where there is room for the builds")
