@@ -37,9 +37,10 @@ def build_key(config: Recipe, split: Split) -> dict[str, Any]:
         "bm25": retrieval.bm25,
         "candidates": retrieval.candidates,
         "selection": retrieval.selection,
-        "k_c": retrieval.k_c,
         "k": retrieval.k,
     }
+    if retrieval.selection == "two_stage":
+        key["k_c"] = retrieval.k_c
     if split == "train":
         key["seed"] = config.seed
         key["noise_probability"] = config.raft.noise_probability
