@@ -1,13 +1,21 @@
 """Finds answers in text by whole words."""
 
-import re
 import unicodedata
 from collections.abc import Sequence
 
+import regex
+
+# Scripts that are written without spaces between words, as a regex set.
+UNSPACED = r"\p{scx=Han}\p{scx=Hira}\p{scx=Kana}\p{scx=Thai}\p{scx=Laoo}\p{scx=Khmr}\p{scx=Mymr}"
+_WORD = regex.compile(rf"[\w&&[{UNSPACED}]]|[\w--[{UNSPACED}]]+", regex.V1)
+
 
 def answer_key(text: str) -> str:
-    """Case-folded words between single spaces, for finding an answer in text by whole words."""
-    words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
+    """Case-folded words between single spaces, for finding an answer in text by whole words.
+
+    In scripts without spaces each character is a word.
+    """
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
     return f" {' '.join(words)} "
 
 

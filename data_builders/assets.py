@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Self
+from zlib import crc32
+
+from recipes.errors import UserError
 
 _PAGE = 500  # keys a query
 _LOCK_SECONDS = 600.0
+_CHECKSUM_BYTES = 4
 
 
 def content_key(*parts: str) -> bytes:
@@ -52,6 +56,7 @@ class AssetStore:
     """Values by content key, on disk. One connection, one thread; other processes may share it."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, timeout=_LOCK_SECONDS)
         self._db.execute("CREATE TABLE IF NOT EXISTS assets (key BLOB PRIMARY KEY, value BLOB)")
@@ -76,8 +81,11 @@ class AssetStore:
         note = """INSERT OR IGNORE INTO needed
                   SELECT ?1, CASE WHEN EXISTS (SELECT 1 FROM assets WHERE key = ?1)
                              THEN NULL ELSE ?2 END"""
-        self._db.executemany(note, items)
-        self._db.commit()
+        rest = iter(items)
+        # Page by page: no other build waits for this one to read all of its input.
+        while page := list(islice(rest, _PAGE)):
+            self._db.executemany(note, page)
+            self._db.commit()
         counted = self._db.execute("SELECT count(*), count(payload) FROM needed").fetchone()
         return Needed(*counted)
 
@@ -98,13 +106,17 @@ class AssetStore:
     def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
         """Keeps the (key, value) items, all or none; a key that is there keeps its value."""
         with self._db:
-            self._db.executemany("INSERT OR IGNORE INTO assets VALUES (?, ?)", items)
+            self._db.executemany(
+                "INSERT OR IGNORE INTO assets VALUES (?, ?)",
+                ((key, _checksum(value) + value) for key, value in items),
+            )
 
     def get(self, keys: Iterable[bytes]) -> Mapping[bytes, bytes]:
         """The values of those keys.
 
         Raises:
             KeyError: one of them is not there.
+            UserError: one of them is not what was put in.
         """
         wanted = iter(set(keys))
         found: dict[bytes, bytes] = {}
@@ -115,7 +127,17 @@ class AssetStore:
     def _page(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         marks = ",".join("?" * len(keys))
         rows = self._db.execute(f"SELECT key, value FROM assets WHERE key IN ({marks})", keys)
-        found = dict(rows.fetchall())
+        found = {key: self._verified(value) for key, value in rows.fetchall()}
         if len(found) < len(keys):
             raise KeyError(next(key for key in keys if key not in found).hex())
         return found
+
+    def _verified(self, stored: bytes) -> bytes:
+        value = stored[_CHECKSUM_BYTES:]
+        if stored[:_CHECKSUM_BYTES] != _checksum(value):
+            raise UserError(f"{self._path}: damaged; delete it, what it holds is made again")
+        return value
+
+
+def _checksum(value: bytes) -> bytes:
+    return crc32(value).to_bytes(_CHECKSUM_BYTES, "little")

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import regex
 
+from data_builders.answers import UNSPACED
 from data_builders.retrieval import top
 from recipes.errors import UserError
 
 if TYPE_CHECKING:
     import bm25s
 
-# Scripts that are written without spaces between words.
-_UNSPACED = r"\p{scx=Han}\p{scx=Hira}\p{scx=Kana}\p{scx=Thai}\p{scx=Laoo}\p{scx=Khmr}\p{scx=Mymr}"
-_RUN = regex.compile(rf"(?P<unspaced>[\w&&[{_UNSPACED}]]+)|[\w--[{_UNSPACED}]]+", regex.V1)
+_RUN = regex.compile(rf"(?P<unspaced>[\w&&[{UNSPACED}]]+)|[\w--[{UNSPACED}]]+", regex.V1)
 
 
 def words(text: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Which chunks a question gets: ranked among its own contexts, or found in the whole corpus."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,8 +9,7 @@ import numpy as np
 
 from data_builders import bm25
 from data_builders.index import search, write_vectors
-from data_builders.intake import Intake
-from data_builders.lookups import ChunkLookup, EncodedLookup
+from data_builders.lookups import Lookups
 from data_builders.raft import Noised
 from data_builders.records import Passage
 from data_builders.retrieval import FUSION_DEPTH, fuse, scores, top
@@ -33,33 +33,26 @@ class Asked(NamedTuple):
     excluded: Sequence[Passage]
 
 
+@dataclass(frozen=True)
 class Contexts:
     """The chunks of a question's own passages."""
 
-    def __init__(
-        self,
-        intake: Intake,
-        chunks: ChunkLookup,
-        encoded: EncodedLookup,
-        config: RetrievalConfig,
-    ) -> None:
-        self._intake = intake
-        self._chunks = chunks
-        self._encoded = encoded
-        self._config = config
+    lookups: Lookups
+    config: RetrievalConfig
 
     def retrieve(self, asked: Sequence[Asked]) -> list[Retrieved]:
         """The top k_c chunks of each question; all of them, unranked, for one-stage selection."""
         return [self._retrieve(question.noised) for question in asked]
 
     def _retrieve(self, noised: Noised) -> Retrieved:
-        config, question = self._config, noised.question
-        chunks = self._chunks.of(question.passages)
-        rows = [self._intake.chunk_row(chunk.chunk_id) for chunk in chunks]
+        config, question = self.config, noised.question
+        encoded = self.lookups.encoded
+        chunks = self.lookups.chunks.of(question.passages)
+        rows = [self.lookups.intake.chunk_row(chunk.chunk_id) for chunk in chunks]
         if config.selection == "one_stage":
             return Retrieved(rows, [0.0] * len(rows))
         texts = [chunk.text for chunk in chunks]
-        found = scores(self._encoded([question.text])[0], self._encoded(texts), config.weights)
+        found = scores(encoded([question.text])[0], encoded(texts), config.weights)
         if not config.bm25:
             best = top(found, config.k_c)
             return Retrieved([rows[at] for at in best], [found[at] for at in best])
@@ -71,17 +64,10 @@ class Contexts:
 class Corpus:
     """The chunks of all passages, searched through files of vectors in `folder`."""
 
-    def __init__(
-        self,
-        intake: Intake,
-        chunks: ChunkLookup,
-        encoded: EncodedLookup,
-        config: RetrievalConfig,
-        folder: Path,
-    ) -> None:
-        self._intake = intake
-        self._chunks = chunks
-        self._encoded = encoded
+    def __init__(self, lookups: Lookups, config: RetrievalConfig, folder: Path) -> None:
+        self._intake = lookups.intake
+        self._chunks = lookups.chunks
+        self._encoded = lookups.encoded
         self._config = config
         self._one_stage = config.selection == "one_stage"
         self._vectors = folder / VECTORS_FILE
@@ -95,9 +81,9 @@ class Corpus:
 
     def _texts(self) -> Iterator[list[str]]:
         """For each chunk in row order the texts that a question is compared with."""
-        for first in range(0, self._intake.count("chunks"), _ROWS_A_BLOCK):
-            last = min(first + _ROWS_A_BLOCK, self._intake.count("chunks"))
-            for chunk in self._chunks.at(range(first, last)):
+        count = self._intake.count("chunks")
+        for first in range(0, count, _ROWS_A_BLOCK):
+            for chunk in self._chunks.at(range(first, min(first + _ROWS_A_BLOCK, count))):
                 yield chunk.nugget_texts if self._one_stage else [chunk.text]
 
     def _dense_blocks(self) -> Iterator[np.ndarray]:

@@ -14,8 +14,8 @@ from recipes.errors import UserError
 from recipes.schema import DataFormat, Recipe
 
 Split = Literal["train", "dev"]
-# To be raised whenever the same inputs and settings would give other tables.
-FORMAT = 4
+# To be raised whenever the same inputs and settings would give other tables or assets.
+FORMAT = 5
 
 
 def build_key(config: Recipe, split: Split) -> dict[str, Any]:
@@ -62,6 +62,7 @@ def encoder_key(config: Recipe) -> dict[str, Any]:
     """What decides the vectors of a text."""
     retrieval = config.retrieval
     return {
+        "format": FORMAT,
         "sha256": encoder_identity(retrieval.encoder),
         "kind": retrieval.encoder_kind,
         "sparse": retrieval.weights.sparse > 0,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from data_builders.assets import AssetStore, content_key
 from data_builders.encoded import Encoded
@@ -42,3 +43,12 @@ class EncodedLookup:
         keys = [content_key(text) for text in texts]
         values = self._store.get(keys)
         return [Encoded.from_bytes(values[key]) for key in keys]
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """All that a question is compared with."""
+
+    intake: Intake
+    chunks: ChunkLookup
+    encoded: EncodedLookup

@@ -19,7 +19,7 @@ from data_builders.executor import Work, make_assets
 from data_builders.extraction import ChunkTexts, extract, open_journal
 from data_builders.intake import Intake
 from data_builders.key import Split, assets_folder, chunks_key, digest, encoder_key
-from data_builders.lookups import ChunkLookup, EncodedLookup
+from data_builders.lookups import ChunkLookup, EncodedLookup, Lookups
 from data_builders.raft import Noised, add_noise, remove_supporting
 from data_builders.records import Passage, Question
 from data_builders.report import Tally
@@ -153,11 +153,11 @@ class Pipeline:
             self._encode("chunks", (chunk.text for chunk in self._all_chunks()))
         elif all_nuggets:
             self._encode("nuggets", _nugget_texts(self._all_chunks()))
-        chunks, encoded = self._lookups()
+        lookups = self._lookups()
         where = (
-            Contexts(self.intake, chunks, encoded, retrieval)
+            Contexts(lookups, retrieval)
             if retrieval.candidates == "contexts"
-            else Corpus(self.intake, chunks, encoded, retrieval, self.folder)
+            else Corpus(lookups, retrieval, self.folder)
         )
         questions = track(
             self.intake.questions(), "retrieve", self.intake.count("questions"), "questions"
@@ -170,11 +170,11 @@ class Pipeline:
             )
         if not all_nuggets:
             pages = _pages(self.intake.retrieved_rows(), _ROWS_A_PAGE)
-            retrieved = (chunk for page in pages for chunk in chunks.at(page))
+            retrieved = (chunk for page in pages for chunk in lookups.chunks.at(page))
             self._encode("nuggets", _nugget_texts(retrieved))
 
     def _all_chunks(self) -> Iterator[Chunk]:
-        chunks, _ = self._lookups()
+        chunks = self._lookups().chunks
         for page in _pages(iter(range(self.intake.count("chunks"))), _ROWS_A_PAGE):
             yield from chunks.at(page)
 
@@ -200,7 +200,7 @@ class Pipeline:
     # Samples
 
     def _write_samples(self, path: Path, tally: Tally) -> None:
-        chunks, encoded = self._lookups()
+        lookups = self._lookups()
         questions = track(
             self.intake.questions(), "build samples", self.intake.count("questions"), "samples"
         )
@@ -209,17 +209,20 @@ class Pipeline:
                 rows, chunk_scores = self.intake.retrieved(number)
                 row = sample_row(
                     self._ask(question).noised,
-                    chunks.at(rows),
+                    lookups.chunks.at(rows),
                     chunk_scores,
-                    chunks,
-                    encoded,
+                    lookups,
                     self.config.retrieval,
                 )
                 table.write(row)
                 tally.sample(row)
 
-    def _lookups(self) -> tuple[ChunkLookup, EncodedLookup]:
-        return ChunkLookup(self.intake, self.chunk_store), EncodedLookup(self.encoded_store)
+    def _lookups(self) -> Lookups:
+        return Lookups(
+            self.intake,
+            ChunkLookup(self.intake, self.chunk_store),
+            EncodedLookup(self.encoded_store),
+        )
 
     def _make(
         self,

@@ -5,7 +5,7 @@ from typing import Any
 
 from data_builders.answers import answer_key, holds_answer
 from data_builders.encoded import Encoded
-from data_builders.lookups import ChunkLookup, EncodedLookup
+from data_builders.lookups import EncodedLookup, Lookups
 from data_builders.raft import Noised
 from data_builders.retrieval import one_stage_chunks, scores, select_nuggets
 from data_builders.tables import Chunk
@@ -16,8 +16,7 @@ def sample_row(
     noised: Noised,
     retrieved: Sequence[Chunk],
     chunk_scores: Sequence[float],
-    chunks: ChunkLookup,
-    encoded: EncodedLookup,
+    lookups: Lookups,
     config: RetrievalConfig,
 ) -> dict[str, Any]:
     """The row of a question, with what the report counts beside the columns of the table.
@@ -27,7 +26,7 @@ def sample_row(
         retrieved: its chunks in rank order; with one-stage selection all candidates.
         chunk_scores: a score for each of them; with one-stage selection the best nugget's counts.
     """
-    question = noised.question
+    question, chunks, encoded = noised.question, lookups.chunks, lookups.encoded
     query = encoded([question.text])[0]
     nugget_scores = [_nugget_scores(query, chunk, encoded, config) for chunk in retrieved]
     if config.selection == "one_stage":

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from data_builders.assets import AssetStore, Needed, content_key
+from recipes.errors import UserError
 
 KEYS = st.binary(min_size=1, max_size=3)
 # Whatever SQLite and UTF-8 take, NUL and non-characters too.
@@ -143,10 +144,22 @@ def rows_of_whole_batches(path: Path) -> int:
     ).fetchall()
     assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     db.close()
-    assert {row[1:] for row in rows} == {(BATCH, 1, 4000)}
+    # Four bytes of checksum stand before each value.
+    assert {row[1:] for row in rows} == {(BATCH, 1, 4004)}
     return len(rows)
 
 
 @given(PARTS, PARTS)
 def test_other_parts_have_another_key(one, other):
     assert (content_key(*one) == content_key(*other)) == (one == other)
+
+
+def test_a_value_that_has_changed_on_disk_is_named_and_never_given(tmp_path):
+    path = tmp_path / "store.sqlite"
+    with AssetStore(path) as store:
+        store.put([(b"a", b"the value of a"), (b"b", b"the value of b")])
+    path.write_bytes(path.read_bytes().replace(b"the value of a", b"tho value of a"))
+    with AssetStore(path) as store:
+        assert store.get([b"b"]) == {b"b": b"the value of b"}
+        with pytest.raises(UserError, match=r"store\.sqlite: damaged; delete it"):
+            store.get([b"a", b"b"])
