@@ -24,6 +24,7 @@ from data_builders.assets import Needed, is_damaged
 from data_builders.extraction import ChunkTexts, asked_model, open_journal
 from data_builders.intake import Intake
 from data_builders.key import (
+    SPLITS,
     Split,
     assets_folder,
     build_key,
@@ -32,6 +33,7 @@ from data_builders.key import (
     split_format,
     split_rows,
 )
+from data_builders.models import check_device
 from data_builders.nuggets.llm.batch_files import BatchReport, read_batch_files, write_batch_files
 from data_builders.pipeline import Pipeline
 from data_builders.ray_cluster import leaving_ray
@@ -75,6 +77,8 @@ def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
         UserError: malformed data; a data file, model or encoder that is not there; a
             `data.built_root` that cannot be written; a model server or cluster that fails.
     """
+    if retry_failed:
+        asked_model(config)
     key = build_key(config, split)
     folder = key_folder(config, split, key)
     partial = folder.with_name(f"{folder.name}.partial")
@@ -86,8 +90,10 @@ def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
                 shutil.rmtree(partial)
         return Built(folder, {})
     log.info("build of %s: miss, building %s", split, folder)
-    # A model that cannot be trained is told now, and not when hours of building are done.
+    # What cannot work is told now, and not when hours of building are done.
     load_config(config.model.path)
+    if config.build.executor == "local":
+        _check_devices(config)
     with (
         _locked(partial),
         _told_about(config, partial),
@@ -145,24 +151,31 @@ def render_made(made: dict[str, Needed]) -> str:
     )
 
 
-def write_batches(
-    config: Recipe, split: Split, folder: Path, *, retry_failed: bool = False
-) -> list[Path]:
-    """Batch-API files, in `folder`, of the requests that a build of the split would make.
+def write_batches(config: Recipe, folder: Path, *, retry_failed: bool = False) -> list[Path]:
+    """Batch-API files of the requests that building both splits would make, a folder for each.
 
     Raises:
-        UserError: the recipe asks no model, malformed data, or `folder` holds such files already.
+        UserError: the recipe asks no model, malformed data, or `folder` cannot be written or holds
+            such files already.
     """
     asked_model(config)
-    with (
-        TemporaryDirectory(prefix="coinrag-") as scratch,
-        Intake(Path(scratch) / "intake.sqlite") as intake,
-    ):
-        intake.fill(read_corpus(config.data.corpus), _questions(config, split))
-        tokenizer = load_tokenizer(config.model.path)
-        texts = ChunkTexts(intake, tokenizer, config.data.chunk_tokens)
-        with closing(open_journal(config)) as journal:
-            return write_batch_files(texts, journal, folder, retry_failed=retry_failed)
+    tokenizer = load_tokenizer(config.model.path)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="coinrag-")))
+        texts = {}
+        # Both are read before anything is written.
+        for split in SPLITS:
+            intake = stack.enter_context(Intake(scratch / f"{split}.sqlite"))
+            intake.fill(read_corpus(config.data.corpus), _questions(config, split))
+            texts[split] = ChunkTexts(intake, tokenizer, config.data.chunk_tokens)
+        journal = stack.enter_context(closing(open_journal(config)))
+        return [
+            file
+            for split in SPLITS
+            for file in write_batch_files(
+                texts[split], journal, folder / split, retry_failed=retry_failed
+            )
+        ]
 
 
 def read_batches(config: Recipe, files: Sequence[Path]) -> BatchReport:
@@ -173,6 +186,12 @@ def read_batches(config: Recipe, files: Sequence[Path]) -> BatchReport:
     """
     with closing(open_journal(config)) as journal:
         return read_batch_files(files, journal)
+
+
+def _check_devices(config: Recipe) -> None:
+    check_device(config.retrieval.device, "retrieval.device")
+    if config.nuggets.extractor == "local_model" and config.nuggets.local_model is not None:
+        check_device(config.nuggets.local_model.device, "nuggets.local_model.device")
 
 
 def _has_failures(built: Built) -> bool:

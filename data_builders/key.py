@@ -3,7 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +14,7 @@ from recipes.errors import UserError
 from recipes.schema import DataFormat, Recipe
 
 Split = Literal["train", "dev"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 # To be raised whenever the same inputs and settings would give other tables or assets.
 FORMAT = 5
 

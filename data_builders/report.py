@@ -108,7 +108,7 @@ class Tally:
             "chunks_without_nuggets": length.get("nuggets_a_chunk", Counter())[0],
             "selected_tokens": quantiles(length["selected_tokens"]),
             "questions_without_nuggets": count["without_nuggets"],
-            "gold_chunks_retrieved": _share(count["gold_retrieved"], count["gold"]),
+            "share_of_gold_chunks_retrieved": _share(count["gold_retrieved"], count["gold"]),
             "answers": {
                 "yes_or_no": count["yes_or_no"],
                 "in_words": count["in_words"],
@@ -144,15 +144,17 @@ def quantiles(values: Counter[int]) -> dict[str, float]:
 
 def render_report(report: Row) -> str:
     """The report as aligned lines, one a figure; without histograms."""
-    lines = [(name, _shown(value)) for name, value in report.items() if name != "histograms"]
+    shown = {name: _shown(value) for name, value in report.items() if name != "histograms"}
+    lines = [(name, value) for name, value in shown.items() if value]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in lines)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name.replace('_', ' ')} {_shown(item)}" for name, item in value.items())
-    return f"{value:,.10g}" if isinstance(value, int | float) else str(value)
+        parts = ((name.replace("_", " "), _shown(item)) for name, item in value.items())
+        return ", ".join(f"{name} {item}" for name, item in parts if item)
+    return f"{value:,.10g}" if isinstance(value, int | float) else str(value or "")
 
 
 def _selected_tokens(row: Row) -> int:

@@ -1,10 +1,13 @@
 """The corpus statistics of builds, as the CoinRAG paper's Table 4 has them: table and picture."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 Report = Mapping[str, Any]
+
+_MOST_BINS = 40
 
 # For each histogram of a report, what is counted and what it is counted by.
 _PANELS = {
@@ -47,25 +50,32 @@ def _figures(report: Report) -> dict[str, str]:
     }
 
 
-def draw_statistics(report: Report, path: Path) -> None:
-    """The histograms of a report as a PNG, one panel a quantity."""
+def draw_statistics(report: Report, title: str, path: Path) -> None:
+    """The histograms of a report as a PNG, one panel a quantity that was counted."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
+    counted = {name: pairs for name, pairs in report["histograms"].items() if pairs}
     figure = Figure(figsize=(10, 6.5), layout="constrained")
-    panels = zip(figure.subplots(2, 2).flat, _PANELS.items(), strict=True)
-    for axes, (name, (counted, by)) in panels:
-        pairs = report["histograms"][name]
+    figure.suptitle(title)
+    for panel, (name, pairs) in enumerate(counted.items(), start=1):
+        axes = figure.add_subplot(2, 2, panel)
+        what, by = _PANELS[name]
         top = _upper(pairs)
-        axes.hist(
-            [min(value, top) for value, _ in pairs],
-            # At most one bin a whole number.
-            bins=min(40, top + 1),
-            range=(-0.5, top + 0.5),
-            weights=[times for _, times in pairs],
-            color="#0072B2",
-        )
-        axes.set_xlabel(f"{by} ({top:,} or more in the last bin)")
-        axes.set_ylabel(counted)
+        # Bins of equally many whole numbers; the last takes what is beyond it.
+        width = math.ceil((top + 1) / _MOST_BINS)
+        edges = [at * width - 0.5 for at in range(top // width + 2)]
+        last = edges[-1] - 0.5
+        times = [count for _, count in pairs]
+        axes.hist([min(v, last) for v, _ in pairs], bins=edges, weights=times, color="#0072B2")
+        mean = sum(value * count for value, count in pairs) / sum(times)
+        axes.axvline(mean, color="#D55E00", linewidth=1.2)
+        axes.text(mean, 1.0, f" mean {mean:,.1f}", transform=axes.get_xaxis_transform(), va="top")
+        beyond = f" (last bin: {edges[-2] + 0.5:,.0f} and more)" if pairs[-1][0] > last else ""
+        axes.set_xlabel(f"{by}{beyond}")
+        axes.set_ylabel(what)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, metadata={"Software": None})
 

@@ -49,20 +49,14 @@ def build(
     config = resolve(arguments).config
     from data_builders import build as builder
 
-    splits: tuple[builder.Split, ...] = ("train", "dev")
     if read_batch:
         builder.read_batches(config, [Path(file) for file in read_batch])
     if write_batch is not None:
-        return {
-            "batch_files": [
-                str(file)
-                for split in splits
-                for file in builder.write_batches(
-                    config, split, Path(write_batch) / split, retry_failed=retry_failed
-                )
-            ]
-        }
-    built = {split: builder.build(config, split, retry_failed=retry_failed) for split in splits}
+        files = builder.write_batches(config, Path(write_batch), retry_failed=retry_failed)
+        return {"batch_files": [str(file) for file in files]}
+    built = {
+        split: builder.build(config, split, retry_failed=retry_failed) for split in builder.SPLITS
+    }
     result: Result = {
         "folders": {split: str(one.folder) for split, one in built.items()},
         "made": {
@@ -74,8 +68,9 @@ def build(
         from data_builders.statistics import draw_statistics
 
         result["reports"] = {split: one.report for split, one in built.items()}
-        for one in built.values():
-            draw_statistics(one.report, one.folder / "statistics.png")
+        for split, one in built.items():
+            title = f"{config.name}: {split}"
+            draw_statistics(one.report, title, one.folder / "statistics.png")
     return result
 
 
@@ -203,7 +198,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        arguments = parse(words)
+    except SystemExit as ended:
+        if ended.code == USERS and "--json" in words:
+            message = "the command line is wrong; stderr says where"
+            print(json.dumps({"command": words[0], "status": USERS, "error": message}))
+        raise
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Libraries speak up from warnings on, our own packages from progress on.
     for package in ("cache_ops", "data_builders", "eval", "launch", "recipes", "train"):

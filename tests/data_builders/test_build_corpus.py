@@ -231,7 +231,7 @@ def test_statistics_are_those_of_the_tables(world):
     assert sum(times for _, times in built.report["histograms"]["nuggets_a_question"]) == 12
     shown = render_statistics({"train": built.report})
     assert f"{len(nuggets):,}" in shown
-    draw_statistics(built.report, world / "statistics.png")
+    draw_statistics(built.report, "test", world / "statistics.png")
     assert (world / "statistics.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -285,9 +285,12 @@ def test_failures_are_counted_and_asked_again_on_demand(world, server):
 
 def test_batch_files_take_the_place_of_calls(world, server):
     config = model_recipe(world, server)
-    files = write_batches(config, "train", world / "batch")
-    [requests] = [file.read_text().splitlines() for file in files]
-    assert len(requests) == 48
+    files = write_batches(config, world / "batch")
+    assert [file.parent.name for file in files] == ["train", "dev"]
+    requests = [line for file in files for line in file.read_text().splitlines()]
+    assert len(requests) == 48 + 24
+    assert write_batches(config, world / "again") == []
+    assert not (world / "again").exists()
     results = []
     for line in map(json.loads, requests):
         text = line["body"]["messages"][-1]["content"].removeprefix("Text:\n")
@@ -302,7 +305,7 @@ def test_batch_files_take_the_place_of_calls(world, server):
             {"custom_id": line["custom_id"], "response": {"status_code": 200, "body": body}}
         )
     write_rows(world / "results.jsonl", results)
-    assert read_batches(config, [world / "results.jsonl"]).answered == 48
+    assert read_batches(config, [world / "results.jsonl"]).answered == 48 + 24
     folder = build(config, "train").folder
     assert server.calls.total() == 0
     plain = build(recipe(world), "train").folder
@@ -312,8 +315,27 @@ def test_batch_files_take_the_place_of_calls(world, server):
 
 def test_batch_files_need_a_model(world):
     with pytest.raises(UserError, match=r"nuggets\.extractor: expected llm .* got 'rules'"):
-        write_batches(recipe(world), "train", world / "batch")
+        write_batches(recipe(world), world / "batch")
+    with pytest.raises(UserError, match=r"nuggets\.extractor: expected llm .* got 'rules'"):
+        build(recipe(world), "train", retry_failed=True)
     assert not (world / "batch").exists()
+    assert not (world / "built").exists()
+
+
+def test_batch_files_are_written_for_both_splits_or_none(world, server):
+    config = model_recipe(world, server)
+    with pytest.raises(UserError, match=r"train\.jsonl/train: cannot write batch requests"):
+        write_batches(config, world / "train.jsonl")
+    (world / "dev.jsonl").write_text("{\n")
+    with pytest.raises(UserError, match=r"dev\.jsonl:1"):
+        write_batches(config, world / "batch")
+    assert not (world / "batch").exists()
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_is_made(world):
+    with pytest.raises(UserError, match=r"retrieval\.device: no cuda:7 on this machine"):
+        build(recipe(world, retrieval={"device": "cuda:7"}), "train")
+    assert not (world / "built").exists()
 
 
 def test_what_a_kill_leaves_beside_finished_tables_is_removed(world):

@@ -106,6 +106,14 @@ def test_wrong_recipe_ends_with_two_and_one_message(command: str) -> None:
     assert "did you mean train.epochs?" in report["error"]
 
 
+def test_usage_errors_have_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "quickstart", "--processes", "0", "--json"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["status"] == 2
+    assert "expected at least 1" in shown.err
+
+
 def test_json_takes_a_name_that_is_no_unicode() -> None:
     done = _coinrag("build", os.fsdecode(b"caf\xff"), "--json")
     assert done.returncode == 2, done.stderr

@@ -48,8 +48,8 @@ def write_batch_files(
     """
     if existing := sorted(folder.glob("requests-*.jsonl")):
         raise UserError(f"{existing[0]}: this folder holds batch requests already; choose another")
-    folder.mkdir(parents=True, exist_ok=True)
-    under_way = set(journal.pending_batches())
+    pending = journal.pending_batches()
+    under_way = set(pending)
     lines = (
         (key, _request_line(key, text, journal))
         for text in texts
@@ -58,6 +58,14 @@ def write_batch_files(
     )
     paths: list[Path] = []
     waiting = next(lines, None)
+    if waiting is None:
+        where = f"; {sum(pending.values()):,} are under way in {min(pending)}" if pending else ""
+        logger.info("%s: no requests to write%s", folder, where)
+        return paths
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write batch requests: {error.strerror}") from error
     while waiting is not None:
         path = folder / f"requests-{len(paths) + 1:05d}.jsonl"
         partial = path.with_suffix(".partial")
