@@ -16,7 +16,7 @@ from data_builders.retrieval import SCORE_DECIMALS, Embeddings, cosine_scores
 if TYPE_CHECKING:
     import faiss
 
-BLOCK_BYTES = 64 * 2**20
+BLOCK_BYTES = 16 * 2**20
 # Neighbours that FAISS returns beyond those asked for, so that few blocks need a second look.
 MARGIN = 64
 # Rows that are scored at once in float64.
