@@ -41,6 +41,7 @@ from recipes.schema import LlmConfig  # noqa: E402
 
 BASE_PASSAGES = 400
 SECONDS_BETWEEN_LOOKS = 0.05
+STAGES = ("passages", "questions", "chunks", "nuggets", "retrieve", "build ", "Nuggets by")
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--small-encoder", action="store_true", help="a random one of 128 dimensions, for speed"
     )
-    parser.add_argument("--start-seconds", type=float, default=12.0, help="until a build works")
+    parser.add_argument("--start-seconds", type=float, default=8.0, help="until a build works")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where there is room for the builds")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="for the recipe")
@@ -99,47 +100,61 @@ def _grow(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _kill(options: argparse.Namespace, folder: Path, server: ScriptedServer | None) -> None:
-    """Builds the same twice, the second time killed again and again; compares the tables."""
+    """Builds once undisturbed, then killed so many times, and compares the tables."""
     rng = random.Random(options.seed)
     for passages in options.passages:
         recipe = _world(folder / f"world-{passages}", passages, options)
         if server is not None:
             recipe += ["nuggets.extractor=llm", "nuggets.llm.model=scripted"]
             recipe += [f"nuggets.llm.base_url={server.url}"]
-        whole, killed, log = folder / "whole", folder / "killed", folder / "log.txt"
-        started = time.monotonic()
-        running = _start(recipe, whole, log)
-        running.wait()
-        _check(running, log)
-        seconds = time.monotonic() - started
+        whole, log = folder / "whole", folder / "log.txt"
+        seconds = _finish(recipe, whole, log)
         print(f"{passages:,} passages, undisturbed: {seconds:.0f} s", flush=True)
-        first_calls = Counter(server.calls) if server else Counter()
         stages: Counter[str] = Counter()
-        repeats_of_known = 0
-        for _ in range(options.kills):
-            known = _journaled(killed, server)
-            before = Counter(server.calls) if server else Counter()
-            running = _start(recipe, killed, log)
-            # What a start takes goes on top, so that each run gets on.
-            time.sleep(options.start_seconds + rng.uniform(0, 2 * seconds / options.kills))
+        calls: Counter[str] = Counter()
+        asked_again = 0
+        rounds = [folder / "killed-1"]
+        equal = True
+        before = Counter(server.calls) if server else Counter()
+        while stages.total() < options.kills:
+            known, so_far = _journaled(rounds[-1], server), Counter(server.calls if server else ())
+            running = _start(recipe, rounds[-1], log)
+            # What a start takes goes on top of a share of the work, so that each run gets on.
+            share = options.start_seconds + 2 * (seconds - options.start_seconds) / options.kills
+            time.sleep(rng.uniform(0.5, share))
             finished = running.poll() is not None
             running.send_signal(signal.SIGKILL)
             running.wait()
-            stages["(had finished)" if finished else _stage(log)] += 1
             if server is not None:
-                repeats_of_known += sum(server.calls[text] > before[text] for text in known)
-        running = _start(recipe, killed, log)
-        running.wait()
-        _check(running, log)
+                time.sleep(0.3)
+                asked_again += sum(server.calls[text] > so_far[text] for text in known)
+            if finished:
+                equal &= _digests(whole) == _digests(rounds[-1])
+                calls += Counter(server.calls if server else ()) - before
+                rounds.append(folder / f"killed-{len(rounds) + 1}")
+                before = Counter(server.calls) if server else Counter()
+            else:
+                stages[_stage(log)] += 1
+        _finish(recipe, rounds[-1], log)
+        equal &= _digests(whole) == _digests(rounds[-1])
+        calls += Counter(server.calls if server else ()) - before
         print("killed at:", ", ".join(f"{stage} {count}" for stage, count in stages.most_common()))
-        print("tables byte-identical:", _digests(whole) == _digests(killed))
+        print(f"builds: {len(rounds)}; tables byte-identical to the undisturbed: {equal}")
         if server is not None:
-            calls = Counter(server.calls) - first_calls
-            repeated = calls.total() - len(calls)
+            needed = len(rounds) * len(calls)
             print(
-                f"{calls.total():,} calls for {len(calls):,} chunks; answered and asked again: "
-                f"{repeats_of_known}; lost in flight and asked again: {repeated}"
+                f"{calls.total():,} calls for {needed:,} chunks; answered and asked again: "
+                f"{asked_again}; in flight at a kill and asked again: {calls.total() - needed}"
             )
+
+
+def _finish(recipe: list[str], root: Path, log: Path) -> float:
+    """Lets a build end; its seconds."""
+    started = time.monotonic()
+    running = _start(recipe, root, log)
+    running.wait()
+    _check(running, log)
+    return time.monotonic() - started
 
 
 def _world(folder: Path, passages: int, options: argparse.Namespace) -> list[str]:
@@ -185,9 +200,10 @@ def _resident(pid: int) -> int:
 
 
 def _stage(log: Path) -> str:
-    """What the build was doing when it wrote its last line."""
-    lines = [line.split(":")[0] for line in log.read_text(errors="replace").splitlines() if line]
-    return lines[-1] if lines else "start"
+    """The last stage that the build's log speaks of."""
+    lines = log.read_text(errors="replace").splitlines()
+    stages = [line.split(":")[0] for line in lines if line.startswith(STAGES)]
+    return stages[-1].removeprefix("build ") if stages else "start"
 
 
 def _journaled(root: Path, server: ScriptedServer | None) -> set[str]:
