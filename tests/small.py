@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast
 
 from data_builders.encoded import Encoded
 
@@ -65,6 +65,14 @@ def save_tiny_encoder(folder: Path) -> None:
     BertModel(BertConfig(vocab_size=len(names), intermediate_size=512, **shape)).save_pretrained(
         folder
     )
+
+
+def save_stand_ins(folder: Path) -> None:
+    """A `model` without weights and an `encoder` that only has a name, in `folder`."""
+    tiny_tokenizer().save_pretrained(folder / "model")
+    LlamaConfig().save_pretrained(folder / "model")
+    (folder / "encoder").mkdir()
+    (folder / "encoder" / "config.json").write_text("{}")
 
 
 def words_encoder(texts):

@@ -8,6 +8,10 @@ from data_builders.answers import answer_key, holds_answer
     [
         ("He lives in New York City.", "new york", True),
         ("He lives in New Yorkshire.", "new york", False),
+        ("the director.He won", "he", True),
+        ("Party", "art", False),
+        ("A Café (Paris)", "café paris", True),
+        ("born in 1990", "199", False),
         ("It cost 1,000 dollars.", "1,000", True),
         ("彼は東京に住んでいる。", "東京", True),
         ("彼は京都に住んでいる。", "東京", False),

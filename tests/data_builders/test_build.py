@@ -3,8 +3,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from small import data_row, tiny_tokenizer, words_encoder, write_rows
-from transformers import GPT2Config, LlamaConfig
+from small import data_row, save_stand_ins, tiny_tokenizer, words_encoder, write_rows
+from transformers import GPT2Config
 
 from cache_ops.hf import UnsupportedModelError
 from data_builders import pipeline, workers
@@ -31,10 +31,7 @@ def use_encoder(monkeypatch, encode):
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """A tokenizer, an encoder folder and data; the encoder itself is the hashed-words one."""
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    LlamaConfig().save_pretrained(tmp_path / "model")
-    (tmp_path / "encoder").mkdir()
-    (tmp_path / "encoder" / "config.json").write_text("{}")
+    save_stand_ins(tmp_path)
     write_rows(tmp_path / "train.jsonl", [data_row(number) for number in range(30)])
     write_rows(tmp_path / "dev.jsonl", [data_row(number) for number in range(100, 108)])
     use_encoder(monkeypatch, words_encoder)

@@ -7,8 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from scripted_server import serve
-from small import data_row, encode_words, tiny_tokenizer, words_encoder, write_rows
-from transformers import LlamaConfig
+from small import data_row, encode_words, save_stand_ins, words_encoder, write_rows
 
 from data_builders import bm25, candidates, pipeline, workers
 from data_builders.build import build, load_built, read_batches, write_batches
@@ -23,10 +22,7 @@ TABLES = ("chunks.arrow", "samples.arrow")
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """Questions with contexts, the same without, and the corpus of their contexts."""
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    LlamaConfig().save_pretrained(tmp_path / "model")
-    (tmp_path / "encoder").mkdir()
-    (tmp_path / "encoder" / "config.json").write_text("{}")
+    save_stand_ins(tmp_path)
     monkeypatch.setattr(workers, "load_encoder", lambda config, threads: encode_words)
     monkeypatch.setitem(pipeline.PASSAGES_A_BATCH, "rules", 7)
     monkeypatch.setattr(pipeline, "QUESTIONS_A_BLOCK", 4)

@@ -6,8 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from scripted_server import serve
-from small import data_row, encode_words, tiny_tokenizer, write_rows
-from transformers import LlamaConfig
+from small import data_row, encode_words, save_stand_ins, write_rows
 
 from data_builders import candidates, pipeline, workers
 from data_builders.build import build, load_built
@@ -40,10 +39,7 @@ class StoppedError(Exception):
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """Where builds lie, with a tokenizer and the hashed-words encoder."""
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    LlamaConfig().save_pretrained(tmp_path / "model")
-    (tmp_path / "encoder").mkdir()
-    (tmp_path / "encoder" / "config.json").write_text("{}")
+    save_stand_ins(tmp_path)
     monkeypatch.setattr(workers, "load_encoder", lambda config, threads: encode_words)
     return tmp_path
 
