@@ -13,7 +13,7 @@ from data_builders.lookups import Lookups
 from data_builders.raft import Noised
 from data_builders.records import Passage
 from data_builders.retrieval import FUSION_DEPTH, fuse, scores, top
-from recipes.schema import RetrievalConfig
+from recipes.building import RetrievalConfig
 
 VECTORS_FILE = "vectors.npy"
 _ROWS_A_BLOCK = 1024

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from data_builders.encoded import Encoded, Encoder, unit_rows
 from data_builders.models import check_device, folder_identity, model_folder
+from recipes.building import RetrievalConfig
 from recipes.errors import UserError
-from recipes.schema import RetrievalConfig
 
 log = logging.getLogger(__name__)
 

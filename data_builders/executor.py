@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 
 from data_builders.assets import AssetStore, Needed
+from recipes.building import BuildConfig
 from recipes.progress import Progress
-from recipes.schema import BuildConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from data_builders.nuggets.llm.cost import estimate
 from data_builders.nuggets.llm.journal import Journal
 from data_builders.nuggets.llm.run import extract_with_llm
 from data_builders.records import Passage
+from recipes.building import LlmConfig
 from recipes.errors import UserError
-from recipes.schema import LlmConfig, Recipe
+from recipes.schema import Recipe
 
 
 def asked_model(config: Recipe) -> LlmConfig:

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from cache_ops.hf import load_tokenizer
 from data_builders.encoder import batch_size, encoder_identity
 from data_builders.nuggets.extract import extractor_identity
+from recipes.building import DataFormat
 from recipes.errors import UserError
-from recipes.schema import DataFormat, Recipe
+from recipes.schema import Recipe
 
 Split = Literal["train", "dev"]
 SPLITS: tuple[Split, ...] = get_args(Split)

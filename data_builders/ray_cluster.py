@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipes.building import BuildConfig
 from recipes.errors import UserError
-from recipes.schema import BuildConfig
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from data_builders.executor import Batch, Done, Work
 from data_builders.ray_cluster import connected_ray, count_workers
+from recipes.building import BuildConfig
 from recipes.errors import UserError
 from recipes.exit import is_users
-from recipes.schema import BuildConfig
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data_builders.encoded import Encoded
-from recipes.schema import RetrievalWeights
+from recipes.building import RetrievalWeights
 
 Embeddings = NDArray[np.float32]
 

@@ -9,7 +9,7 @@ from data_builders.lookups import EncodedLookup, Lookups
 from data_builders.raft import Noised
 from data_builders.retrieval import one_stage_chunks, scores, select_nuggets
 from data_builders.tables import Chunk
-from recipes.schema import RetrievalConfig
+from recipes.building import RetrievalConfig
 
 
 def sample_row(

@@ -17,7 +17,7 @@ from data_builders.executor import Worker
 from data_builders.nuggets.align import align
 from data_builders.nuggets.extract import load_extractor
 from data_builders.records import Passage
-from recipes.schema import NuggetsConfig, RetrievalConfig
+from recipes.building import NuggetsConfig, RetrievalConfig
 
 ALIGNMENT_KINDS = ("exact", "fuzzy", "abandoned", "repeated")
 

@@ -5,27 +5,21 @@ nuggets. Unknown keys are refused. `recipes.resolve` builds a `Recipe` from YAML
 line; nothing else should.
 """
 
-import os
-import re
-from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
+from pydantic import Field, ValidationInfo, field_validator
+
+from recipes.building import BuildConfig, DataConfig, NuggetsConfig, RaftConfig, RetrievalConfig
+from recipes.section import (
+    Fraction,
+    Natural,
+    Positive,
+    Prose,
+    Section,
+    Text,
+    mistake,
+    refuse_repeats,
 )
-from pydantic_core import PydanticCustomError
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
 
 # LongBench's multi-hop prompt, split where the passages go.
 _INSTRUCTION = (
@@ -36,255 +30,9 @@ BEFORE_PASSAGES = f"{_INSTRUCTION}\n\nThe following are given passages.\n"
 AFTER_PASSAGES = f"\n\n{_INSTRUCTION}\n\nQuestion: {{question}}\nAnswer:"
 
 
-def mistake(message: str, *, at: str = "", involves: str = "") -> PydanticCustomError:
-    """A cross-check's error.
-
-    `at` is the dotted path of the option at fault when it is not the validated field itself, and
-    `involves` that of another option which may be at fault in its place.
-    """
-    # The message travels as a value, so braces in it are not taken for placeholders.
-    context = {"text": message, "at": at, "involves": involves}
-    return PydanticCustomError("cross_check", "{text}", context)
-
-
-def _written(text: str) -> str:
-    # No file name, tokenizer or UTF-8 file takes these.
-    if wrong := re.search("[\0\ud800-\udfff]", text):
-        raise mistake(f"expected Unicode text without NUL, found {wrong[0]!a}")
-    return text
-
-
-# Free text, possibly empty; and text that names something.
-Prose = Annotated[str, AfterValidator(_written)]
-Text = Annotated[str, Field(min_length=1), AfterValidator(_written)]
-
-
-def _refuse_repeats(values: Sequence[str]) -> None:
-    repeated = [value for value, count in Counter(values).items() if count > 1]
-    if repeated:
-        raise mistake(f"expected each entry once, got {repeated[0]!r} again")
-
-
-class Section(BaseModel):
-    """What all sections share: immutable, no unknown keys, no silent conversion of types."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
-    )
-
-
-def _known_device(device: str) -> str:
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
-        raise mistake(f"expected cpu, mps, cuda or cuda:N, got {device!r}")
-    return device
-
-
-Device = Annotated[str, AfterValidator(_known_device)]
-
-
 class ModelConfig(Section):
     path: Text
     dtype: Literal["float32", "bfloat16"] = "float32"
-
-
-DataFormat = Literal["ircot", "jsonl", "hotpotqa", "2wikimultihopqa", "musique", "longbench"]
-
-
-class DataConfig(Section):
-    format: DataFormat = "ircot"
-    # null: as `format`.
-    dev_format: DataFormat | None = None
-    train: Annotated[list[Text], Field(min_length=1)]
-    dev: Annotated[list[Text], Field(min_length=1)]
-    # Files of passages, searched together with all contexts when retrieval.candidates is corpus.
-    corpus: list[Text] = []
-    train_rows_per_file: Positive | None = None
-    dev_rows_per_file: Positive | None = None
-    chunk_tokens: Positive = 512
-    built_root: Text = "built"
-
-    @field_validator("train", "dev", "corpus")
-    @classmethod
-    def _each_file_once(cls, files: list[str]) -> list[str]:
-        _refuse_repeats([os.path.normpath(path) for path in files])
-        return files
-
-    @field_validator("dev")
-    @classmethod
-    def _no_shared_file(cls, dev: list[str], info: ValidationInfo) -> list[str]:
-        train = {os.path.normpath(path) for path in info.data.get("train", [])}
-        shared = [path for path in dev if os.path.normpath(path) in train]
-        if shared:
-            raise mistake(f"{shared[0]!r} is a training file too", involves="data.train")
-        return dev
-
-
-def _server_address(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise mistake("expected an http or https address, as in http://localhost:8000/v1")
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise mistake(
-            "expected an address without user, password or query: "
-            "the key comes from the environment (api_key_variable)"
-        )
-    return url.rstrip("/")
-
-
-class LlmConfig(Section):
-    """Nugget extraction through an OpenAI-compatible server; prices are in USD a million tokens."""
-
-    model: Text
-    # null: the client's own, OpenAI's or that of the environment's OPENAI_BASE_URL.
-    base_url: Annotated[Text, AfterValidator(_server_address)] | None = None
-    # The environment variable that holds the key; a key itself never stands in a recipe.
-    api_key_variable: Text = "OPENAI_API_KEY"
-    # auto: the strictest that the server takes, found by asking once.
-    output: Literal["auto", "json_schema", "json_object", "text"] = "auto"
-    # null: the server's own, for models that refuse to be told.
-    temperature: Annotated[float, Field(ge=0.0)] | None = 0.0
-    max_output_tokens: Positive = 1024
-    concurrent_requests: Positive = 16
-    timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
-    # Requests for one chunk before it counts as failed.
-    attempts: Positive = 6
-    input_price: Annotated[float, Field(ge=0.0)] | None = None
-    output_price: Annotated[float, Field(ge=0.0)] | None = None
-    # Budgets hold over all runs with the same model, server, prompt and output settings.
-    max_requests: Positive | None = None
-    max_total_tokens: Positive | None = None
-    max_cost: Annotated[float, Field(gt=0.0)] | None = None
-
-    @model_validator(mode="after")
-    def _cost_has_prices(self) -> Self:
-        prices = {"input_price": self.input_price, "output_price": self.output_price}
-        given = self.max_cost is not None or any(price is not None for price in prices.values())
-        missing = [name for name, price in prices.items() if price is None]
-        if given and missing:
-            raise mistake(
-                f"cost needs both prices, in USD a million tokens: set {missing[0]} too",
-                at=f"nuggets.llm.{missing[0]}",
-            )
-        return self
-
-
-class LocalModelConfig(Section):
-    """Nugget extraction by an instruct model in this process."""
-
-    path: Text
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Device = "cpu"
-    # Chunks at once. null: 8 on a GPU; 1 on a CPU, where answers then do not depend on company.
-    batch_size: Positive | None = None
-    max_new_tokens: Positive = 512
-
-
-class NuggetsConfig(Section):
-    extractor: Literal["rules", "llm", "local_model"] = "rules"
-    # Similarity from which a fuzzy match is taken; null: exact matches only.
-    fuzzy_threshold: Fraction | None = 0.7
-    llm: LlmConfig | None = None
-    local_model: LocalModelConfig | None = None
-
-    @model_validator(mode="after")
-    def _extractor_is_described(self) -> Self:
-        if self.extractor != "rules" and getattr(self, self.extractor) is None:
-            raise mistake(
-                f"nuggets.extractor {self.extractor} needs the section nuggets.{self.extractor}",
-                at=f"nuggets.{self.extractor}",
-            )
-        return self
-
-
-Weight = Annotated[float, Field(ge=0.0)]
-
-
-class RetrievalWeights(Section):
-    """What each of BGE-M3's scores counts in the score of a text."""
-
-    dense: Weight = 1.0
-    sparse: Weight = 0.0
-    colbert: Weight = 0.0
-
-    @model_validator(mode="after")
-    def _something_counts(self) -> Self:
-        if not (self.dense or self.sparse or self.colbert):
-            raise mistake("expected a weight above 0")
-        return self
-
-
-class RetrievalConfig(Section):
-    encoder: Text
-    encoder_kind: Literal["bge_m3", "flag_cls", "flag_mean"] = "bge_m3"
-    weights: RetrievalWeights = RetrievalWeights()
-    # Ranks chunks by reciprocal rank fusion of the encoder's ranking and BM25's.
-    bm25: bool = False
-    # contexts: a question is searched in its own passages; corpus: in all passages of the split.
-    candidates: Literal["contexts", "corpus"] = "contexts"
-    # one_stage: the best nuggets of all candidates, without choosing chunks first.
-    selection: Literal["two_stage", "one_stage"] = "two_stage"
-    k_c: Positive = 5
-    k: Positive = 10
-    order: Literal["rank_then_document", "score"] = "rank_then_document"
-    overlap: Literal["merge", "keep"] = "merge"
-    # Texts a forward pass. null: 32 on a GPU; 1 on a CPU, where padding costs more than batches
-    # gain and a vector's bits then do not depend on which texts it was encoded with.
-    batch_size: Positive | None = None
-    device: Device = "cpu"
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
-        if self.encoder_kind != "bge_m3":
-            for name in ("sparse", "colbert"):
-                if getattr(self.weights, name):
-                    raise mistake(
-                        f"{name} scores need encoder_kind bge_m3, got {self.encoder_kind}",
-                        at=f"retrieval.weights.{name}",
-                        involves="retrieval.encoder_kind",
-                    )
-        if self.candidates == "corpus" and not self.weights.dense:
-            raise mistake(
-                "a corpus is searched by dense vectors first: expected a weight above 0",
-                at="retrieval.weights.dense",
-                involves="retrieval.candidates",
-            )
-        if self.bm25 and self.selection == "one_stage":
-            raise mistake(
-                "BM25 helps to choose chunks, which one_stage does not do",
-                at="retrieval.bm25",
-                involves="retrieval.selection",
-            )
-        return self
-
-
-class BuildConfig(Section):
-    """Where the work of a build is done. Tables do not depend on it."""
-
-    executor: Literal["local", "ray"] = "local"
-    # null: a Ray of this machine's own; auto: the cluster this machine belongs to; or host:port.
-    ray_address: Text | None = None
-    ray_workers: Positive = 2
-    # Below 1: a share of one GPU.
-    ray_gpus_a_worker: Annotated[float, Field(ge=0.0)] = 0.0
-
-    @field_validator("ray_address")
-    @classmethod
-    def _address(cls, address: str | None) -> str | None:
-        known = re.fullmatch(r"auto|(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):\d{1,5}", address or "auto")
-        if known is None:
-            raise mistake(f"expected null, auto or host:port, got {address!r}")
-        return address
-
-    @field_validator("ray_gpus_a_worker")
-    @classmethod
-    def _whole_gpus(cls, gpus: float) -> float:
-        if gpus > 1 and not gpus.is_integer():
-            raise mistake(f"expected at most 1 or a whole number, got {gpus:g}")
-        return gpus
-
-
-class RaftConfig(Section):
-    noise_probability: Fraction = 0.15
 
 
 class PromptConfig(Section):
@@ -384,13 +132,13 @@ class EvalConfig(Section):
     @field_validator("widths")
     @classmethod
     def _each_width_once(cls, widths: list[WidthConfig]) -> list[WidthConfig]:
-        _refuse_repeats([f"{{k_c: {width.k_c}, k: {width.k}}}" for width in widths])
+        refuse_repeats([f"{{k_c: {width.k_c}, k: {width.k}}}" for width in widths])
         return widths
 
     @field_validator("systems", "checkpoints")
     @classmethod
     def _each_once(cls, names: list[str]) -> list[str]:
-        _refuse_repeats(names)
+        refuse_repeats(names)
         return names
 
 

@@ -29,7 +29,7 @@ _SCALARS = (
 
 class _Loader(yaml.SafeLoader):
     # A table of its own: the class attribute is shared with yaml.SafeLoader otherwise.
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -12,7 +12,7 @@ from data_builders.nuggets.instructions import PROMPT_VERSION, READING_VERSION
 from data_builders.nuggets.llm.requests import request_settings
 from data_builders.nuggets.local_model import batch_size
 from data_builders.nuggets.rules import VERSION, rules
-from recipes.schema import NuggetsConfig
+from recipes.building import NuggetsConfig
 
 ExtractTexts = Callable[[Sequence[str]], list[list[str]]]
 

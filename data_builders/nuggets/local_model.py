@@ -20,8 +20,8 @@ from transformers import (
 from cache_ops.hf import ModelNotFoundError, check_vocabulary, load_causal_model, load_tokenizer
 from data_builders.models import check_device, model_folder
 from data_builders.nuggets.instructions import messages, parse_candidates
+from recipes.building import LocalModelConfig
 from recipes.errors import UserError
-from recipes.schema import LocalModelConfig
 
 log = logging.getLogger(__name__)
 

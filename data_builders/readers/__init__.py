@@ -15,8 +15,8 @@ from data_builders.readers import hotpotqa, ircot, jsonl, longbench, musique
 from data_builders.readers.files import file_rows
 from data_builders.readers.rows import RowError, digest
 from data_builders.records import Passage, Question
+from recipes.building import DataFormat
 from recipes.errors import UserError
-from recipes.schema import DataFormat
 
 log = logging.getLogger(__name__)
 

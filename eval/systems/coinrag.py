@@ -4,7 +4,7 @@ from cache_ops.plan import Span, plan_prefix
 from data_builders.prompt import PromptTemplate
 from data_builders.retrieval import select_nuggets
 from eval.systems.interface import Question, Request, Width
-from recipes.schema import RetrievalConfig
+from recipes.building import RetrievalConfig
 
 
 def request(

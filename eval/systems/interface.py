@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cache_ops.plan import PrefixPlan
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Chunk
-from recipes.schema import RetrievalConfig
+from recipes.building import RetrievalConfig
 
 
 @dataclass(frozen=True)

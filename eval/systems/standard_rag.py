@@ -3,7 +3,7 @@
 from cache_ops.plan import PrefixPlan
 from data_builders.prompt import PromptTemplate
 from eval.systems.interface import Question, Request, Width
-from recipes.schema import RetrievalConfig
+from recipes.building import RetrievalConfig
 
 
 def request(

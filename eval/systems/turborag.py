@@ -6,7 +6,7 @@ Each chunk was encoded alone; chunk i starts where the one before ended, after t
 from cache_ops.plan import Span, plan_prefix
 from data_builders.prompt import PromptTemplate
 from eval.systems.interface import Question, Request, Width
-from recipes.schema import RetrievalConfig
+from recipes.building import RetrievalConfig
 
 
 def request(

@@ -37,7 +37,7 @@ from small import save_tiny_encoder  # noqa: E402
 
 from data_builders.nuggets.llm.journal import Journal  # noqa: E402
 from data_builders.world import write_corpus  # noqa: E402
-from recipes.schema import LlmConfig  # noqa: E402
+from recipes.building import LlmConfig  # noqa: E402
 
 BASE_PASSAGES = 400
 SECONDS_BETWEEN_LOOKS = 0.05

@@ -15,9 +15,9 @@ from data_builders.assets import AssetStore, Needed
 from data_builders.executor import make_assets
 from data_builders.ray_cluster import connected_ray, count_workers, leaving_ray
 from launch import cli
+from recipes.building import BuildConfig
 from recipes.errors import UserError
 from recipes.fields import options
-from recipes.schema import BuildConfig
 
 LAUNCH = Path(cli.__file__).parent
 LOCAL = BuildConfig()

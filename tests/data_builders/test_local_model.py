@@ -15,8 +15,8 @@ from data_builders.nuggets import local_model
 from data_builders.nuggets.extract import extractor_identity, load_extractor
 from data_builders.nuggets.instructions import messages
 from data_builders.nuggets.rules import rules
+from recipes.building import LocalModelConfig, NuggetsConfig
 from recipes.errors import UserError
-from recipes.schema import LocalModelConfig, NuggetsConfig
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
 TEXTS = ["He was born in the city.", "She won.", "The prize was won by the director of the city."]

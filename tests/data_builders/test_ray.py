@@ -22,8 +22,8 @@ from data_builders.executor import make_assets
 from data_builders.ray_cluster import leaving_ray
 from data_builders.records import Passage
 from data_builders.workers import ChunkWork, EncodeWork, chunk_item, text_items
+from recipes.building import BuildConfig, NuggetsConfig, RetrievalConfig
 from recipes.errors import UserError
-from recipes.schema import BuildConfig, NuggetsConfig, RetrievalConfig
 
 pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = pytest.mark.slow
@@ -296,7 +296,7 @@ def test_a_ray_of_its_own_is_quiet_and_leaves_nothing_running(tmp_path):
 import sys
 from pathlib import Path
 from data_builders import assets, executor, ray_cluster
-from recipes.schema import BuildConfig
+from recipes.building import BuildConfig
 def work():
     return lambda payloads: [payload.encode() for payload in payloads]
 items = [(payload.encode(), payload) for payload in "abcdefgh"]

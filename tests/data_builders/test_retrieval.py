@@ -19,7 +19,7 @@ from data_builders.retrieval import (
     select_nuggets,
     top,
 )
-from recipes.schema import RetrievalConfig, RetrievalWeights
+from recipes.building import RetrievalConfig, RetrievalWeights
 
 SCORES = st.lists(
     st.lists(st.sampled_from([-0.5, 0.0, 0.25, 0.5]), max_size=5), min_size=1, max_size=4

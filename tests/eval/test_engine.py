@@ -11,7 +11,8 @@ from data_builders.prompt import PromptTemplate
 from data_builders.tables import Chunk
 from eval import engine
 from eval.systems import SYSTEMS, Question, Request, Width
-from recipes.schema import PromptConfig, RetrievalConfig
+from recipes.building import RetrievalConfig
+from recipes.schema import PromptConfig
 
 RETRIEVAL = RetrievalConfig(encoder="none")
 WIDTH = Width(k_c=3, k=4)

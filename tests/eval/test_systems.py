@@ -6,7 +6,8 @@ from transformers import PreTrainedTokenizerBase
 from cache_ops.plan import PROMPT, Slice
 from data_builders.prompt import PromptTemplate
 from eval.systems import SYSTEMS, Question, Width
-from recipes.schema import PromptConfig, RetrievalConfig
+from recipes.building import RetrievalConfig
+from recipes.schema import PromptConfig
 
 RETRIEVAL = RetrievalConfig(encoder="none")
 

@@ -32,8 +32,8 @@ from data_builders.nuggets.llm.responses import (
     failure_kind,
     retry_after_seconds,
 )
+from recipes.building import LlmConfig
 from recipes.errors import UserError
-from recipes.schema import LlmConfig
 
 # A longer wait is a used-up quota: the run ends and can be started again later.
 MAX_RETRY_AFTER_SECONDS = 300.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from data_builders.nuggets.llm.journal import Journal, Usage
 from data_builders.nuggets.llm.outcome import is_settled
 from data_builders.nuggets.llm.requests import encode_body, request_body
-from recipes.schema import LlmConfig
+from recipes.building import LlmConfig
 
 # Results of batch files cost half of what the same requests cost at once (OpenAI's Batch API).
 BATCH_PRICE_FACTOR = 0.5

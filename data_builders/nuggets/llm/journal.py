@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from data_builders.nuggets.llm.outcome import Answer, FailureKind, Outcome, read_answer
 from data_builders.nuggets.llm.requests import request_settings
+from recipes.building import LlmConfig
 from recipes.errors import UserError
-from recipes.schema import LlmConfig
 
 FORMAT = 1
 Channel = Literal["online", "batch"]

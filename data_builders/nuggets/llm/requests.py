@@ -5,8 +5,8 @@ import os
 from typing import Any, Literal
 
 from data_builders.nuggets.instructions import NUGGETS_SCHEMA, PROMPT_VERSION, messages
+from recipes.building import LlmConfig
 from recipes.errors import UserError
-from recipes.schema import LlmConfig
 
 OutputMode = Literal["json_schema", "json_object", "text"]
 OUTPUT_MODES: tuple[OutputMode, ...] = ("json_schema", "json_object", "text")

@@ -10,7 +10,7 @@ from scripted_server import serve
 
 from data_builders.nuggets.llm import run
 from data_builders.nuggets.llm.journal import Journal
-from recipes.schema import LlmConfig
+from recipes.building import LlmConfig
 
 KEY = "sk-test-0123456789abcdef"
 

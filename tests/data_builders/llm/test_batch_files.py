@@ -12,8 +12,8 @@ from data_builders.nuggets.llm.batch_files import read_batch_files, write_batch_
 from data_builders.nuggets.llm.journal import Journal, Usage
 from data_builders.nuggets.llm.outcome import Answer
 from data_builders.nuggets.llm.run import extract_with_llm
+from recipes.building import LlmConfig
 from recipes.errors import UserError
-from recipes.schema import LlmConfig
 
 TEXTS = [chunk(number) for number in range(10)]
 PRICES = {"input_price": 2.0, "output_price": 8.0}

@@ -285,7 +285,7 @@ def test_the_missing_package_is_named(tmp_path):
         "import sys; sys.modules['openai'] = None\n"
         "from pathlib import Path; from data_builders.nuggets.llm.journal import Journal\n"
         "from data_builders.nuggets.llm.run import extract_with_llm\n"
-        "from recipes.schema import LlmConfig\n"
+        "from recipes.building import LlmConfig\n"
         "extract_with_llm([], Journal(Path(sys.argv[1]), LlmConfig(model='m')))"
     )
     process = subprocess.run(

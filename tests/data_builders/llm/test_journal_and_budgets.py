@@ -10,8 +10,8 @@ from data_builders.nuggets.llm.cost import estimate, journal_cost
 from data_builders.nuggets.llm.journal import Journal, Usage
 from data_builders.nuggets.llm.outcome import Answer
 from data_builders.nuggets.llm.run import extract_with_llm
+from recipes.building import LlmConfig
 from recipes.errors import UserError
-from recipes.schema import LlmConfig
 
 TEXTS = [chunk(number) for number in range(30)]
 ANSWER = Answer('{"nuggets": ["a"]}', None, "stop", "m", 10, 5)

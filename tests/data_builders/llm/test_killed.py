@@ -13,7 +13,7 @@ import pytest
 from scripted_server import chunk, nuggets, serve
 
 from data_builders.nuggets.llm.journal import Journal
-from recipes.schema import LlmConfig
+from recipes.building import LlmConfig
 
 CONCURRENT, COUNT = 8, 600
 TEXTS = [chunk(number) for number in range(COUNT)]
@@ -24,7 +24,7 @@ from scripted_server import chunk
 from data_builders.nuggets.llm.journal import Journal
 from data_builders.nuggets.llm.run import extract_with_llm
 from recipes.exit import run_main
-from recipes.schema import LlmConfig
+from recipes.building import LlmConfig
 
 config = LlmConfig(model="m", base_url=sys.argv[1], concurrent_requests={CONCURRENT})
 texts = (chunk(number) for number in range({COUNT}))

@@ -17,8 +17,8 @@ import pytest
 
 from data_builders.nuggets.llm.journal import Journal
 from data_builders.nuggets.llm.run import extract_with_llm
+from recipes.building import LlmConfig
 from recipes.errors import UserError
-from recipes.schema import LlmConfig
 
 MODEL = Path(__file__).parents[3] / "models" / "smollm2-135m-instruct"
 TEXTS = [

@@ -11,9 +11,9 @@ from scripted_server import FAULTS, chunk
 from data_builders.nuggets.llm.batch_files import write_batch_files
 from data_builders.nuggets.llm.journal import Journal
 from data_builders.nuggets.llm.run import extract_with_llm
+from recipes.building import LlmConfig
 from recipes.errors import UserError
 from recipes.resolve import resolve
-from recipes.schema import LlmConfig
 
 SECRET = "sk-proj-Very_Secret.0123456789"
 
@@ -27,7 +27,7 @@ from data_builders.nuggets.llm import run
 from data_builders.nuggets.llm.batch_files import write_batch_files
 from data_builders.nuggets.llm.journal import Journal
 from recipes.exit import run as ending
-from recipes.schema import LlmConfig
+from recipes.building import LlmConfig
 
 run.FIRST_BACKOFF_SECONDS = 0.01
 url, folder = sys.argv[1], Path(sys.argv[2])
