@@ -6,15 +6,12 @@ a corpus is ranked as a question's own contexts are. Memory does not grow with t
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_builders.retrieval import SCORE_DECIMALS, Embeddings, cosine_scores
-
-if TYPE_CHECKING:
-    import faiss
 
 BLOCK_BYTES = 16 * 2**20
 # Neighbours that FAISS returns beyond those asked for, so that few blocks need a second look.
@@ -125,18 +122,3 @@ def _blocks(path: Path) -> Iterator[tuple[int, Embeddings]]:
         for first in range(0, rows, step):
             block = np.fromfile(file, kind, min(step, rows - first) * dimensions)
             yield first, block.reshape(-1, dimensions)
-
-
-def open_index(path: Path) -> "faiss.IndexFlatIP":
-    """A FAISS index of all rows of a file by `write_vectors`, in memory, for single queries.
-
-    Takes 4 bytes a dimension and row. Its scores are float32 products, and its order of ties is
-    FAISS's own.
-    """
-    import faiss
-
-    dimensions = np.load(path, mmap_mode="r").shape[1]
-    index = faiss.IndexFlatIP(dimensions)
-    for _, block in _blocks(path):
-        index.add(block)
-    return index

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from data_builders import index
 from data_builders.encoded import unit_rows
-from data_builders.index import open_index, search, write_vectors
+from data_builders.index import search, write_vectors
 from data_builders.retrieval import SCORE_DECIMALS
 
 
@@ -107,13 +107,3 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
         tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]
     assert peaks[1] < 4 * index.BLOCK_BYTES
-
-
-def test_the_online_index_finds_the_same_rows(tmp_path):
-    vectors = unit_rows(np.random.default_rng(5).normal(size=(500, 16)))
-    write_vectors(tmp_path / "vectors.npy", np.split(vectors, 5))
-    online = open_index(tmp_path / "vectors.npy")
-    products, rows = online.search(vectors[:20], 7)
-    ids, scores = search(tmp_path / "vectors.npy", vectors[:20], 7)
-    np.testing.assert_array_equal(rows, ids)
-    np.testing.assert_allclose(products, scores, atol=2e-5)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from data_builders.nuggets.llm.cost import describe
 from data_builders.nuggets.llm.journal import Usage
@@ -27,10 +26,6 @@ class ExtractionReport:
     def __str__(self) -> str:
         chunks = f"{self.texts:,} chunks: {self.answered:,} answered now, {self.reused:,} before"
         return "; ".join([chunks, describe(self.usage, self.cost), *self.failed()])
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON can hold it."""
-        return vars(self) | {"usage": vars(self.usage), "failures": dict(self.failures)}
 
     def spent(self) -> str:
         """Tokens, cost and failures so far, short enough for a line of progress."""

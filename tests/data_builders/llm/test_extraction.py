@@ -1,6 +1,5 @@
 """Extraction against a scripted server: each answer and fault, retries, stops and streaming."""
 
-import json
 import logging
 import subprocess
 import sys
@@ -265,19 +264,8 @@ def test_progress_and_report_tell_tokens_cost_and_failures(open_journal, capsys,
     usage = report.usage
     assert report.cost == pytest.approx((usage.input_tokens + 10 * usage.output_tokens) / 1e6)
     assert str(report) in caplog.text
-    assert json.loads(json.dumps(report.as_dict())) == {
-        "texts": 4,
-        "reused": 0,
-        "answered": 2,
-        "usage": {
-            "requests": 4,
-            "input_tokens": usage.input_tokens,
-            "output_tokens": usage.output_tokens,
-        },
-        "answers_without_usage": 0,
-        "cost": report.cost,
-        "failures": {"unreadable_answer": 1, "too_long": 1},
-    }
+    assert (report.texts, report.reused, report.answered, usage.requests) == (4, 0, 2, 4)
+    assert report.failures == {"unreadable_answer": 1, "too_long": 1}
 
 
 def test_the_missing_package_is_named(tmp_path):
