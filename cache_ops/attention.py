@@ -2,8 +2,9 @@
 
 The function sees queries and keys after RoPE at the row's own positions. Segments attend causally
 inside themselves. Each example's own tokens attend to its sliced prefix, whose keys are rotated to
-their new positions, and to themselves; visibility there is decided by positions alone. The model's
-code is not touched, and nothing passes through a cache, so gradient checkpointing is safe.
+their new positions, and to themselves; visibility there is decided by positions alone. The prefix
+is gathered from the segments, or comes with the layout. The model's code is not touched, and
+nothing passes through a cache, so gradient checkpointing is safe.
 """
 
 from collections.abc import Sequence
@@ -54,8 +55,14 @@ def packed_attention(
     keys = _split_tokens(key_1HTD, lengths)
     values = _split_tokens(value_1HTD, lengths)
 
-    prefix_key_1HPD = key_1HTD.index_select(2, packed.prefix_rows_P)
-    prefix_value_1HPD = value_1HTD.index_select(2, packed.prefix_rows_P)
+    if packed.prefix_rows_P is not None:
+        prefix_key_1HPD = key_1HTD.index_select(2, packed.prefix_rows_P)
+        prefix_value_1HPD = value_1HTD.index_select(2, packed.prefix_rows_P)
+    else:
+        assert packed.prefix_kv_PL2HD is not None, "prefixes are segments' rows or from outside"
+        layer: Any = module.layer_idx
+        kv_2HPD = packed.prefix_kv_PL2HD[:, layer].permute(1, 2, 0, 3).to(key_1HTD.dtype)
+        prefix_key_1HPD, prefix_value_1HPD = kv_2HPD.split(1)
     if packed.detach_context:
         prefix_key_1HPD, prefix_value_1HPD = prefix_key_1HPD.detach(), prefix_value_1HPD.detach()
     prefix_key_1HPD = rotate(prefix_key_1HPD, packed.cosine_PD, packed.sine_PD)

@@ -1,12 +1,15 @@
 """A chunk's keys and values by one forward pass over the whole chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from cache_ops.attention import PACKED
+from cache_ops.cached import CACHED
 from cache_ops.hf import decoder
 
 
@@ -15,7 +18,8 @@ def encode_chunk(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     """Encodes a chunk alone, from position 0, without the prompt in view.
 
     Args:
-        model: a supported causal LM with an ordinary attention (sdpa, eager, flash).
+        model: a supported causal LM. One that was made to take packed batches or requests over
+            cached prefixes attends in the ordinary way (sdpa) meanwhile.
         token_ids: the chunk's tokens, or those of the static prompt; at least one.
 
     Returns:
@@ -25,9 +29,39 @@ def encode_chunk(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     input_ids = torch.tensor([list(token_ids)], device=model.device)
     positions = torch.arange(len(token_ids), device=model.device)[None]
     cache = DynamicCache()
-    decoder(model)(
-        input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True
-    )
+    with _ordinary_attention(model):
+        decoder(model)(
+            input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True
+        )
     filled: list[Any] = cache.layers
     layers = [torch.stack((layer.keys[0], layer.values[0])).permute(2, 0, 1, 3) for layer in filled]
     return torch.stack(layers, dim=1)
+
+
+def encode_chunk_by_base(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
+    """Encodes a chunk by the base weights of a model whose peft adapter is being trained.
+
+    Bit by bit what `encode_chunk` gives with the base model: adapter, dropout and gradient
+    checkpointing are off, and on again afterwards.
+    """
+    adapted: Any = model
+    training = model.training
+    model.eval()
+    try:
+        with adapted.disable_adapter():
+            return encode_chunk(adapted.get_base_model(), token_ids)
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _ordinary_attention(model: PreTrainedModel) -> Iterator[None]:
+    before = model.config._attn_implementation
+    if before not in (PACKED, CACHED):
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

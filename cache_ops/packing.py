@@ -4,6 +4,9 @@ A packed row holds first the *segments* (the prompt and every distinct chunk of 
 each at its own positions from 0), then for each example its own tokens (question and answer, at
 the positions that follow its prefix). A segment is cut after the last token that a plan uses:
 attention inside it is causal, so later tokens change nothing.
+
+Where the keys and values of the prefixes were computed before (`pack_over_prefix`), the row has no
+segments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,8 +36,10 @@ class PackedLayout:
     segment_lengths: tuple[int, ...]
     own_lengths: tuple[int, ...]
     prefix_lengths: tuple[int, ...]
-    prefix_rows_P: Tensor
-    """Rows of the sliced prefix tokens, all examples one after the other."""
+    prefix_rows_P: Tensor | None
+    """Rows of the sliced prefix tokens, all examples one after the other, if they are segments'."""
+    prefix_kv_PL2HD: Tensor | None
+    """Otherwise their keys, at chunk positions, and values: constants from outside the row."""
     cosine_PD: Tensor
     sine_PD: Tensor
     """The rotation of each sliced key to its new position, fp32."""
@@ -47,7 +52,8 @@ class PackedLayout:
         """The same layout with its tensors on `device`."""
         return replace(
             self,
-            prefix_rows_P=self.prefix_rows_P.to(device),
+            prefix_rows_P=_moved(self.prefix_rows_P, device),
+            prefix_kv_PL2HD=_moved(self.prefix_kv_PL2HD, device),
             cosine_PD=self.cosine_PD.to(device),
             sine_PD=self.sine_PD.to(device),
             visible=tuple(mask.to(device) for mask in self.visible),
@@ -108,30 +114,76 @@ def pack(
     Raises:
         ValueError: no examples, an example without query tokens, or a plan beyond its chunk's end.
     """
+    used_tokens = _used_tokens(examples, chunk_ids)
+    segment_ids: list[int] = []
+    first_row: dict[str, int] = {}
+    for chunk, length in used_tokens.items():
+        first_row[chunk] = len(segment_ids)
+        segment_ids.extend(chunk_ids[chunk][:length])
+    prefix_rows = [
+        torch.arange(piece.start, piece.end) + first_row[piece.chunk]
+        for example in examples
+        for piece in example.plan.slices
+    ]
+    return _lay_out(
+        examples,
+        rope,
+        segment_ids,
+        tuple(used_tokens.values()),
+        prefix_rows_P=torch.cat([torch.empty(0, dtype=torch.long), *prefix_rows]),
+        detach_context=detach_context,
+    )
+
+
+def pack_over_prefix(
+    examples: Sequence[Example], prefix_kv_PL2HD: Tensor, rope: Rope
+) -> PackedBatch:
+    """Packs questions and answers alone, over prefixes whose keys and values are at hand.
+
+    No gradient flows into the prefixes: where the model's own weights computed them, logits and
+    gradients are those of `pack(..., detach_context=True)`.
+
+    Args:
+        examples: as for `pack`.
+        prefix_kv_PL2HD: the slices of all examples' plans, one after the other; keys as
+            `encode_chunk` gives them, at chunk positions.
+        rope: the model's RoPE.
+
+    Raises:
+        ValueError: as `pack`, or another number of prefix tokens than the plans have.
+    """
+    tokens = sum(example.plan.tokens for example in examples)
+    if tokens != len(prefix_kv_PL2HD):
+        raise ValueError(
+            f"the plans have {tokens} prefix tokens, the keys and values {len(prefix_kv_PL2HD)}"
+        )
+    return _lay_out(examples, rope, [], (), prefix_kv_PL2HD=prefix_kv_PL2HD)
+
+
+def _lay_out(
+    examples: Sequence[Example],
+    rope: Rope,
+    segment_ids: Sequence[int],
+    segment_lengths: tuple[int, ...],
+    *,
+    prefix_rows_P: Tensor | None = None,
+    prefix_kv_PL2HD: Tensor | None = None,
+    detach_context: bool = False,
+) -> PackedBatch:
+    """The row of some segments and of every example's own tokens."""
     if not examples:
         raise ValueError("a packed batch needs at least one example")
     if any(not example.query_ids for example in examples):
         raise ValueError("every example needs query tokens, from which the answer is predicted")
-    used_tokens = _used_tokens(examples, chunk_ids)
-
-    row_ids: list[int] = []
-    positions: list[Tensor] = []
-    first_row: dict[str, int] = {}
-    for chunk, length in used_tokens.items():
-        first_row[chunk] = len(row_ids)
-        row_ids.extend(chunk_ids[chunk][:length])
-        positions.append(torch.arange(length))
-
-    prefix_rows, deltas, visible = [], [], []
+    row_ids = list(segment_ids)
+    positions = [torch.arange(length) for length in segment_lengths]
+    deltas, visible = [], []
     answer_rows: list[int] = []
     labels: list[int] = []
     answer_examples: list[int] = []
     for number, example in enumerate(examples):
         pieces = example.plan.slices
         lengths = torch.tensor([piece.end - piece.start for piece in pieces], dtype=torch.long)
-        prefix_rows += [
-            torch.arange(piece.start, piece.end) + first_row[piece.chunk] for piece in pieces
-        ]
         delta = torch.tensor([piece.delta for piece in pieces], dtype=torch.long)
         deltas.append(delta.repeat_interleave(lengths))
         prefix_positions = [
@@ -152,10 +204,11 @@ def pack(
 
     cosine_PD, sine_PD = rope.tables(torch.cat(deltas))
     layout = PackedLayout(
-        segment_lengths=tuple(used_tokens.values()),
+        segment_lengths=segment_lengths,
         own_lengths=tuple(mask.shape[0] for mask in visible),
         prefix_lengths=tuple(example.plan.tokens for example in examples),
-        prefix_rows_P=torch.cat([torch.empty(0, dtype=torch.long), *prefix_rows]),
+        prefix_rows_P=prefix_rows_P,
+        prefix_kv_PL2HD=prefix_kv_PL2HD,
         cosine_PD=cosine_PD,
         sine_PD=sine_PD,
         visible=tuple(visible),
@@ -169,6 +222,10 @@ def pack(
         labels_A=torch.tensor(labels, dtype=torch.long),
         examples_A=torch.tensor(answer_examples, dtype=torch.long),
     )
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _used_tokens(

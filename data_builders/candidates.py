@@ -1,25 +1,48 @@
-"""Which chunks a question gets: ranked among its own contexts, or found in the whole corpus."""
+"""Which chunks a question gets: ranked among its own contexts, or found in the whole corpus.
+
+A build asks for the questions of its split, and a retriever for new ones over the built tables:
+with equal chunks and vectors both find the same.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from data_builders import bm25
-from data_builders.index import search, write_vectors
-from data_builders.lookups import Lookups
-from data_builders.raft import Noised
-from data_builders.records import Passage
-from data_builders.retrieval import FUSION_DEPTH, fuse, scores, top
+from data_builders.encoded import Encoded, Encoder
+from data_builders.index import map_vectors, search, write_vectors
+from data_builders.retrieval import (
+    FUSION_DEPTH,
+    Embeddings,
+    fuse,
+    one_stage_chunks,
+    scores,
+    top,
+)
+from data_builders.tables import Chunk
 from recipes.building import RetrievalConfig
 
 VECTORS_FILE = "vectors.npy"
+LEXICAL_FOLDER = "bm25"
 _ROWS_A_BLOCK = 1024
 
 
-class Retrieved(NamedTuple):
+class ChunkTable(Protocol):
+    """The chunks that may be found, by their row."""
+
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def at(self, rows: Sequence[int]) -> list[Chunk]:
+        """Those in the given rows."""
+        ...
+
+
+class Found(NamedTuple):
     """Rows of the chunks table, best first, with their scores."""
 
     rows: list[int]
@@ -27,66 +50,118 @@ class Retrieved(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A question after RAFT, and the passages that may not be found for it."""
+    """A question and, as rows of the chunks table, its own candidates and what it must not find.
 
-    noised: Noised
-    excluded: Sequence[Passage]
+    `Contexts` looks at `candidates` alone and `Corpus` at `excluded` alone.
+    """
+
+    text: str
+    query: Encoded
+    candidates: Sequence[int] = ()
+    excluded: Sequence[int] = ()
+
+
+class Scored(NamedTuple):
+    """Chunks in rank order, with a score each, and one for each nugget of each."""
+
+    chunks: list[Chunk]
+    scores: list[float]
+    nugget_scores: list[list[float]]
+
+
+def score_nuggets(
+    query: Encoded,
+    chunks: Sequence[Chunk],
+    chunk_scores: Sequence[float],
+    encoded: Encoder,
+    config: RetrievalConfig,
+) -> Scored:
+    """Scores the nuggets of retrieved chunks; one-stage selection ranks the chunks by them.
+
+    Args:
+        query: what the encoder knows of the question.
+        chunks: in rank order; with one-stage selection all candidates.
+        chunk_scores: a score for each of them; with one-stage selection the best nugget's counts.
+        encoded: what it knows of the nuggets.
+        config: with one-stage selection only the chunks of the top `k` nuggets are kept.
+    """
+    kept, kept_scores = list(chunks), list(chunk_scores)
+    rows = [scores(query, encoded(chunk.nugget_texts), config.weights) for chunk in chunks]
+    if config.selection == "one_stage":
+        best = one_stage_chunks(rows, config.k)
+        kept, rows = [kept[index] for index in best], [rows[index] for index in best]
+        kept_scores = [max(row) for row in rows]
+    return Scored(kept, kept_scores, rows)
 
 
 @dataclass(frozen=True)
 class Contexts:
     """The chunks of a question's own passages."""
 
-    lookups: Lookups
+    chunks: ChunkTable
+    encoded: Encoder
     config: RetrievalConfig
 
-    def retrieve(self, asked: Sequence[Asked]) -> list[Retrieved]:
+    def retrieve(self, asked: Sequence[Asked]) -> list[Found]:
         """The top k_c chunks of each question; all of them, unranked, for one-stage selection."""
-        return [self._retrieve(question.noised) for question in asked]
+        return [self._retrieve(question) for question in asked]
 
-    def _retrieve(self, noised: Noised) -> Retrieved:
-        config, question = self.config, noised.question
-        encoded = self.lookups.encoded
-        chunks = self.lookups.chunks.of(question.passages)
-        rows = [self.lookups.intake.chunk_row(chunk.chunk_id) for chunk in chunks]
+    def _retrieve(self, question: Asked) -> Found:
+        config, rows = self.config, list(question.candidates)
         if config.selection == "one_stage":
-            return Retrieved(rows, [0.0] * len(rows))
-        texts = [chunk.text for chunk in chunks]
-        found = scores(encoded([question.text])[0], encoded(texts), config.weights)
+            return Found(rows, [0.0] * len(rows))
+        texts = [chunk.text for chunk in self.chunks.at(rows)]
+        found = scores(question.query, self.encoded(texts), config.weights)
         if not config.bm25:
             best = top(found, config.k_c)
-            return Retrieved([rows[at] for at in best], [found[at] for at in best])
+            return Found([rows[at] for at in best], [found[at] for at in best])
         lexical = bm25.rank(bm25.index_texts(texts), question.text, len(texts))
         fused = fuse([top(found, len(texts)), lexical], config.k_c)
-        return Retrieved([rows[at] for at, _ in fused], [score for _, score in fused])
+        return Found([rows[at] for at, _ in fused], [score for _, score in fused])
 
 
 class Corpus:
-    """The chunks of all passages, searched through files of vectors in `folder`."""
+    """All chunks of a table, searched through files in a folder, which are made if missing.
 
-    def __init__(self, lookups: Lookups, config: RetrievalConfig, folder: Path) -> None:
-        self._intake = lookups.intake
-        self._chunks = lookups.chunks
-        self._encoded = lookups.encoded
+    With `mapped` the vectors are mapped into memory once and the system keeps what it can of them;
+    otherwise every search reads the file anew and none of it stays.
+    """
+
+    def __init__(
+        self,
+        chunks: ChunkTable,
+        encoded: Encoder,
+        config: RetrievalConfig,
+        folder: Path,
+        *,
+        mapped: bool = False,
+    ) -> None:
+        self._chunks = chunks
+        self._encoded = encoded
         self._config = config
         self._one_stage = config.selection == "one_stage"
-        self._vectors = folder / VECTORS_FILE
-        self._lexical = folder / "bm25"
         # Where each chunk's texts begin in the file of vectors: its nuggets', or its own one.
-        self._firsts = np.cumsum([0, *(len(texts) for texts in self._texts())])
-        if not self._vectors.exists():
-            write_vectors(self._vectors, self._dense_blocks())
-        if config.bm25 and not self._lexical.exists():
-            bm25.write_index(self._lexical, (text for texts in self._texts() for text in texts))
+        self._firsts = (
+            np.cumsum([0, *(len(texts) for texts in self._texts())])
+            if self._one_stage
+            else np.arange(chunks.count() + 1)
+        )
+        path, lexical = folder / VECTORS_FILE, folder / LEXICAL_FOLDER
+        if not path.exists():
+            write_vectors(path, self._dense_blocks())
+        if config.bm25 and not lexical.exists():
+            bm25.write_index(lexical, (text for texts in self._texts() for text in texts))
+        self._vectors: Path | Embeddings = map_vectors(path) if mapped else path
+        self._lexical = bm25.read_index(lexical) if config.bm25 else None
 
     def _texts(self) -> Iterator[list[str]]:
         """For each chunk in row order the texts that a question is compared with."""
-        count = self._intake.count("chunks")
+        count = self._chunks.count()
         for first in range(0, count, _ROWS_A_BLOCK):
             for chunk in self._chunks.at(range(first, min(first + _ROWS_A_BLOCK, count))):
                 yield chunk.nugget_texts if self._one_stage else [chunk.text]
 
-    def _dense_blocks(self) -> Iterator[np.ndarray]:
+    def _dense_blocks(self) -> Iterator[Embeddings]:
         texts: list[str] = []
         for of_chunk in self._texts():
             texts += of_chunk
@@ -96,7 +171,7 @@ class Corpus:
         if texts:
             yield np.stack([row.dense for row in self._encoded(texts)])
 
-    def retrieve(self, asked: Sequence[Asked]) -> list[Retrieved]:
+    def retrieve(self, asked: Sequence[Asked]) -> list[Found]:
         """The top k_c chunks of each question, or, unranked, those of its top k nuggets."""
         config = self._config
         wanted = config.k if self._one_stage else config.k_c
@@ -104,34 +179,31 @@ class Corpus:
         reach = max(wanted, FUSION_DEPTH) if second_look else wanted
         excluded = [self._excluded(question.excluded) for question in asked]
         depth = reach + max(map(len, excluded))
-        queries = self._encoded([question.noised.question.text for question in asked])
-        hits, _ = search(self._vectors, np.stack([query.dense for query in queries]), depth)
-        lexical = bm25.read_index(self._lexical) if config.bm25 else None
+        queries = np.stack([question.query.dense for question in asked])
+        hits, _ = search(self._vectors, queries, depth)
         found = []
-        for question, query, near, out in zip(asked, queries, hits, excluded, strict=True):
+        for question, near, out in zip(asked, hits, excluded, strict=True):
             # As many as without the other questions; in row order: a tie goes to the lower row.
             rows = sorted([row for row in near.tolist() if row not in out][:reach])
-            values = scores(query, self._encoded(self._texts_at(rows)), config.weights)
+            values = scores(question.query, self._encoded(self._texts_at(rows)), config.weights)
             ranked = [(rows[at], values[at]) for at in top(values, len(rows))]
-            if lexical is not None:
-                words = bm25.rank(lexical, question.noised.question.text, depth)
+            if self._lexical is not None:
+                words = bm25.rank(self._lexical, question.text, depth)
                 lexical_rows = [row for row in words if row not in out][:reach]
                 ranked = fuse([[row for row, _ in ranked], lexical_rows], wanted)
-            found.append(self._retrieved(ranked[:wanted]))
+            found.append(self._found(ranked[:wanted]))
         return found
 
-    def _retrieved(self, ranked: Sequence[tuple[int, float]]) -> Retrieved:
+    def _found(self, ranked: Sequence[tuple[int, float]]) -> Found:
         if not self._one_stage:
-            return Retrieved([row for row, _ in ranked], [score for _, score in ranked])
+            return Found([row for row, _ in ranked], [score for _, score in ranked])
         # In row order: they are ranked by their nuggets later, as those of contexts are.
         chunks = sorted({self._owner(row) for row, _ in ranked})
-        return Retrieved(chunks, [0.0] * len(chunks))
+        return Found(chunks, [0.0] * len(chunks))
 
-    def _excluded(self, passages: Sequence[Passage]) -> set[int]:
-        """The rows of the file of vectors that belong to the passages."""
-        chunks = self._chunks.of(passages)
-        rows = [self._intake.chunk_row(chunk.chunk_id) for chunk in chunks]
-        return {at for row in rows for at in range(self._firsts[row], self._firsts[row + 1])}
+    def _excluded(self, chunks: Sequence[int]) -> set[int]:
+        """The rows of the file of vectors that belong to chunks."""
+        return {at for row in chunks for at in range(self._firsts[row], self._firsts[row + 1])}
 
     def _texts_at(self, rows: Sequence[int]) -> list[str]:
         owners = [self._owner(row) for row in rows]

@@ -1,7 +1,8 @@
 """Exact search by cosine over vectors that stay on disk.
 
 FAISS finds candidates block by block; their scores are then those of `retrieval.cosine_scores`, so
-a corpus is ranked as a question's own contexts are. Memory does not grow with the corpus.
+a corpus is ranked as a question's own contexts are. Memory does not grow with the corpus, unless
+its file is mapped, and then by what the system has to spare.
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,15 +54,26 @@ def _write_header(file: BinaryIO, rows: int, dimensions: int) -> None:
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def search(path: Path, queries: Embeddings, count: int) -> tuple[NDArray[np.int64], Embeddings]:
+def map_vectors(path: Path) -> Embeddings:
+    """The rows of a file by `write_vectors`, mapped into memory: read once, when first touched.
+
+    Raises:
+        ValueError: it is shorter than its header says, or no such file.
+    """
+    return np.asarray(np.load(path, mmap_mode="r"))
+
+
+def search(
+    vectors: Path | Embeddings, queries: Embeddings, count: int
+) -> tuple[NDArray[np.int64], Embeddings]:
     """The nearest rows of a file by `write_vectors` for each query, best first.
 
     Exact: the result is that of `top(cosine_scores(query, rows), count)` over all rows, so ties go
-    to the lower row, also where they are cut. Takes twice `BLOCK_BYTES` of memory for vectors and
-    about 16 bytes a query and neighbour.
+    to the lower row, also where they are cut. Takes twice `BLOCK_BYTES` of memory for vectors, none
+    if they are mapped, and about 16 bytes a query and neighbour.
 
     Args:
-        path: unit rows.
+        vectors: unit rows: the file, which is read anew, or what `map_vectors` gives.
         queries: unit rows `[queries, dimensions]`.
         count: neighbours a query; all rows if there are fewer.
 
@@ -70,7 +82,7 @@ def search(path: Path, queries: Embeddings, count: int) -> tuple[NDArray[np.int6
     """
     ids = np.empty((len(queries), 0), dtype=np.int64)
     scores = np.empty((len(queries), 0), dtype=np.float32)
-    for first, block in _blocks(path):
+    for first, block in _blocks(vectors):
         found = _search_block(block, queries, count, scores)
         width = min(count, first + len(block))
         best_ids = np.empty((len(queries), width), dtype=np.int64)
@@ -113,12 +125,21 @@ def _search_block(
         yield kept, np.array(exact, dtype=np.float32)
 
 
-def _blocks(path: Path) -> Iterator[tuple[int, Embeddings]]:
-    """The rows in blocks, each with the number of its first; read, so that no page stays mapped."""
-    with path.open("rb") as file:
-        assert np.lib.format.read_magic(file) == (1, 0), f"{path} is no file of vectors"
+def _blocks(vectors: Path | Embeddings) -> Iterator[tuple[int, Embeddings]]:
+    """The rows in blocks, each with the number of its first; of a file read, and never mapped."""
+    if isinstance(vectors, np.ndarray):
+        step = _block_rows(vectors.shape[1], vectors.itemsize)
+        for first in range(0, len(vectors), step):
+            yield first, vectors[first : first + step]
+        return
+    with vectors.open("rb") as file:
+        assert np.lib.format.read_magic(file) == (1, 0), f"{vectors} is no file of vectors"
         (rows, dimensions), _, kind = np.lib.format.read_array_header_1_0(file)
-        step = max(1, BLOCK_BYTES // max(1, dimensions * kind.itemsize))
+        step = _block_rows(dimensions, kind.itemsize)
         for first in range(0, rows, step):
             block = np.fromfile(file, kind, min(step, rows - first) * dimensions)
             yield first, block.reshape(-1, dimensions)
+
+
+def _block_rows(dimensions: int, item_bytes: int) -> int:
+    return max(1, BLOCK_BYTES // max(1, dimensions * item_bytes))

@@ -18,12 +18,20 @@ class ChunkLookup:
         self._intake = intake
         self._store = store
 
+    def count(self) -> int:
+        """Rows of the chunks table."""
+        return self._intake.count("chunks")
+
     def of(self, passages: Sequence[Passage]) -> list[Chunk]:
         """The distinct chunks of the passages, in their order."""
         keys = [self._intake.chunks_key(passage) for passage in passages]
         values = self._store.get(keys)
         chunks = (chunk_from_row(row) for key in keys for row in json.loads(values[key]))
         return list({chunk.chunk_id: chunk for chunk in chunks}.values())
+
+    def rows(self, passages: Sequence[Passage]) -> list[int]:
+        """The rows of the distinct chunks of the passages, in their order."""
+        return [self._intake.chunk_row(chunk.chunk_id) for chunk in self.of(passages)]
 
     def at(self, rows: Sequence[int]) -> list[Chunk]:
         """The chunks in those rows of the table."""
@@ -34,7 +42,7 @@ class ChunkLookup:
 
 
 class EncodedLookup:
-    """What the encoder knows of texts that the build has encoded."""
+    """What the encoder knows of texts that were encoded before."""
 
     def __init__(self, store: AssetStore) -> None:
         self._store = store
@@ -47,8 +55,7 @@ class EncodedLookup:
 
 @dataclass(frozen=True)
 class Lookups:
-    """All that a question is compared with."""
+    """All that the questions of a build are compared with."""
 
-    intake: Intake
     chunks: ChunkLookup
     encoded: EncodedLookup

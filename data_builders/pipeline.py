@@ -154,17 +154,18 @@ class Pipeline:
         elif all_nuggets:
             self._encode("nuggets", _nugget_texts(self._all_chunks()))
         lookups = self._lookups()
+        compared = lookups.chunks, lookups.encoded, retrieval
         where = (
-            Contexts(lookups, retrieval)
+            Contexts(*compared)
             if retrieval.candidates == "contexts"
-            else Corpus(lookups, retrieval, self.folder)
+            else Corpus(*compared, self.folder)
         )
         questions = track(
             self.intake.questions(), "retrieve", self.intake.count("questions"), "questions"
         )
         pending = ((n, question) for n, question in questions if not self.intake.is_retrieved(n))
         for block in _pages(pending, QUESTIONS_A_BLOCK):
-            found = where.retrieve([self._ask(question) for _, question in block])
+            found = where.retrieve([self._ask(question, lookups) for _, question in block])
             self.intake.put_retrieved(
                 [(n, one.rows, one.scores) for (n, _), one in zip(block, found, strict=True)]
             )
@@ -182,16 +183,23 @@ class Pipeline:
         work = EncodeWork(self.config.retrieval, torch.get_num_threads())
         self._make(unit, self.encoded_store, text_items(texts), work, TEXTS_A_BATCH)
 
-    def _ask(self, question: Question) -> Asked:
+    def _ask(self, question: Question, lookups: Lookups) -> Asked:
+        """What is searched for a question, and where."""
+        passages = self._noised(question).question.passages
+        query = lookups.encoded([question.text])[0]
+        if self.config.retrieval.candidates == "contexts":
+            return Asked(question.text, query, candidates=lookups.chunks.rows(passages))
+        removed = [passage for passage in question.passages if passage not in passages]
+        return Asked(question.text, query, excluded=lookups.chunks.rows(removed))
+
+    def _noised(self, question: Question) -> Noised:
         """The question after RAFT; questions to evaluate on keep their passages."""
         if self.split != "train":
-            return Asked(Noised(question, drawn=False, noised=False), [])
+            return Noised(question, drawn=False, noised=False)
         probability, seed = self.config.raft.noise_probability, self.config.seed
         if self.config.retrieval.candidates == "corpus":
-            noised = remove_supporting(question, probability, seed)
-            removed = [p for p in question.passages if p not in noised.question.passages]
-            return Asked(noised, removed)
-        return Asked(add_noise(question, self._pools, probability, seed), [])
+            return remove_supporting(question, probability, seed)
+        return add_noise(question, self._pools, probability, seed)
 
     @cached_property
     def _pools(self) -> Mapping[str, Sequence[Passage]]:
@@ -208,7 +216,7 @@ class Pipeline:
             for number, question in questions:
                 rows, chunk_scores = self.intake.retrieved(number)
                 row = sample_row(
-                    self._ask(question).noised,
+                    self._noised(question),
                     lookups.chunks.at(rows),
                     chunk_scores,
                     lookups,
@@ -219,9 +227,7 @@ class Pipeline:
 
     def _lookups(self) -> Lookups:
         return Lookups(
-            self.intake,
-            ChunkLookup(self.intake, self.chunk_store),
-            EncodedLookup(self.encoded_store),
+            ChunkLookup(self.intake, self.chunk_store), EncodedLookup(self.encoded_store)
         )
 
     def _make(

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_builders.answers import answer_key, holds_answer
-from data_builders.encoded import Encoded
-from data_builders.lookups import EncodedLookup, Lookups
+from data_builders.candidates import score_nuggets
+from data_builders.lookups import Lookups
 from data_builders.raft import Noised
-from data_builders.retrieval import one_stage_chunks, scores, select_nuggets
+from data_builders.retrieval import select_nuggets
 from data_builders.tables import Chunk
 from recipes.building import RetrievalConfig
 
@@ -28,12 +28,9 @@ def sample_row(
     """
     question, chunks, encoded = noised.question, lookups.chunks, lookups.encoded
     query = encoded([question.text])[0]
-    nugget_scores = [_nugget_scores(query, chunk, encoded, config) for chunk in retrieved]
-    if config.selection == "one_stage":
-        kept = one_stage_chunks(nugget_scores, config.k)
-        retrieved = [retrieved[index] for index in kept]
-        nugget_scores = [nugget_scores[index] for index in kept]
-        chunk_scores = [max(row) for row in nugget_scores]
+    retrieved, chunk_scores, nugget_scores = score_nuggets(
+        query, retrieved, chunk_scores, encoded, config
+    )
     chosen = select_nuggets(nugget_scores, [chunk.nuggets for chunk in retrieved], config.k)
     gold = chunks.of([passage for passage in question.passages if passage.is_supporting])
     spans = [retrieved[chunk].nuggets[nugget] for chunk, nugget in chosen]
@@ -62,12 +59,6 @@ def sample_row(
         "answer_in_chunks": _answered(question.answers, [chunk.text for chunk in retrieved]),
         "answer_in_spans": _answered(question.answers, _selected_texts(retrieved, chosen)),
     }
-
-
-def _nugget_scores(
-    query: Encoded, chunk: Chunk, encoded: EncodedLookup, config: RetrievalConfig
-) -> list[float]:
-    return scores(query, encoded(chunk.nugget_texts), config.weights)
 
 
 def _answered(answers: Sequence[str], texts: Sequence[str]) -> bool:

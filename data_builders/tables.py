@@ -4,7 +4,7 @@ Token spans are half-open and in the chunk's own tokens. Lists of one row that d
 things (a chunk's nuggets, a sample's retrieved chunks) have the same length and order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -72,7 +72,21 @@ class Tables:
 
     def chunk(self, chunk_id: str) -> Chunk:
         """The chunk of that id; KeyError if there is none."""
-        return chunk_from_row(self.chunks[self._rows[chunk_id]])
+        return chunk_from_row(self.chunks[self.row(chunk_id)])
+
+    def row(self, chunk_id: str) -> int:
+        """The row of the chunk of that id; KeyError if there is none."""
+        return self._rows[chunk_id]
+
+    def count(self) -> int:
+        """Rows of the chunks table."""
+        return len(self._rows)
+
+    def at(self, rows: Sequence[int]) -> list[Chunk]:
+        """The chunks in those rows of the table."""
+        columns = self.chunks[list(rows)]
+        values = zip(*columns.values(), strict=True)
+        return [chunk_from_row(dict(zip(columns, row, strict=True))) for row in values]
 
 
 def chunk_from_row(row: Mapping[str, Any]) -> Chunk:

@@ -36,7 +36,10 @@ class Answer:
     f1: float
     em: float
     ttft_ms: float
+    load_ms: float
+    """Of it, loading, copying and rotating the prefix."""
     active_tokens: int
+    bytes_read: int
     new_tokens: int
     stopped: bool
     """Whether a stop token ended the answer, and not the token limit."""

@@ -14,13 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import cached_file
-
 from cache_ops.hf import load_tokenizer
 from data_builders.build import built_folder, load_built
 from data_builders.prompt import PromptTemplate
-from data_builders.tables import Tables
 from eval.answers import Variant, append_answers, read_answers, resume_answers
+from eval.checkpoints import weights_folder
 from eval.environment import environment
 from eval.identity import answer_key, setting, weights_digest
 from eval.report import plot
@@ -51,14 +49,16 @@ def compare(config: Recipe) -> dict[str, Any]:
     systems = _systems(config)
     tokenizer = load_tokenizer(config.model.path)
     template = PromptTemplate(tokenizer, config.prompt)
-    weights = _weights_folders(config)
-    questions = _questions(load_built(config, "dev"))
+    weights = {name: weights_folder(config, name) for name in config.eval.checkpoints}
+    questions = dev_questions(config)
 
     output = Path(config.eval.output or Path(config.train.run_folder) / "compare")
     output.mkdir(parents=True, exist_ok=True)
     answers_path = output / "answers.jsonl"
     conditions = setting(config, built_folder(config, "dev"), template)
-    keys = {name: answer_key(conditions, weights_digest(path)) for name, path in weights.items()}
+    keys: dict[str, str] = {
+        name: answer_key(conditions, weights_digest(path)) for name, path in weights.items()
+    }
     done = {(a.variant, a.question_id) for a in resume_answers(answers_path, keys)}
 
     for checkpoint, folder in weights.items():
@@ -72,12 +72,12 @@ def compare(config: Recipe) -> dict[str, Any]:
         )
         if not missing:
             continue
-        runner = Runner.load(config, checkpoint, keys[checkpoint], folder, tokenizer, template)
-        for question, _ in missing[: config.eval.warmup_questions]:
-            runner.answer(question, systems)
-        for question, left in track(missing, f"compare {checkpoint}", unit="questions"):
-            append_answers(answers_path, runner.answer(question, left))
-        # Two checkpoints never lie in memory together.
+        with Runner.load(config, checkpoint, keys[checkpoint], tokenizer, template) as runner:
+            for question, _ in missing[: config.eval.warmup_questions]:
+                runner.answer(question, systems)
+            for question, left in track(missing, f"compare {checkpoint}", unit="questions"):
+                append_answers(answers_path, runner.answer(question, left))
+        # One checkpoint's weights are gone before the next one's come.
         del runner
 
     measured = {_variant(checkpoint, s) for checkpoint in weights for s in systems}
@@ -130,30 +130,13 @@ def _missing(
     return missing
 
 
-def _weights_folders(config: Recipe) -> dict[str, Path]:
-    """The folder of each checkpoint to measure, checked before anything runs."""
-    folders = {}
-    if "base" in config.eval.checkpoints:
-        folders["base"] = _base_folder(config.model.path)
-    if "fine_tuned" in config.eval.checkpoints:
-        folders["fine_tuned"] = Path(config.train.run_folder) / "checkpoint"
-        if not (folders["fine_tuned"] / "config.json").is_file():
-            raise UserError(
-                f"no fine-tuned checkpoint at {folders['fine_tuned']}: run coinrag train with this "
-                "recipe first, or compare the base model alone with eval.checkpoints=[base]"
-            )
-    return folders
+def dev_questions(config: Recipe) -> list[Question]:
+    """The rows of the built dev data, with their chunks.
 
-
-def _base_folder(path: str) -> Path:
-    """The model's folder, also where `path` is a name in the local Hugging Face cache."""
-    if Path(path).is_dir():
-        return Path(path)
-    return Path(str(cached_file(path, "config.json", local_files_only=True))).parent
-
-
-def _questions(tables: Tables) -> list[Question]:
-    """The rows of the built dev data, with their chunks."""
+    Raises:
+        UserError: nothing is built, or it holds no questions.
+    """
+    tables = load_built(config, "dev")
     questions = [
         Question(
             question_id=row["question_id"],

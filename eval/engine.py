@@ -1,101 +1,299 @@
-"""The online path: a cached prefix, the tokens computed over it, and a greedy decode loop.
+"""The online path: a question in, an answer out, from chunks and slices made ready beforehand.
 
-Positions are always passed explicitly; `generate()` would guess them from the cache's length.
-Clock: time to first token (TTFT) starts with chunk keys and values in the model's memory, and
-holds the load, rotation and assembly of the prefix, the prefill of the online tokens and the
-choice of the first token. Encoding chunks is offline work and lies before the clock.
+One thread does all the computing, so that requests never compete for cores or device. It takes what
+questions are waiting, retrieves and plans, has slices read while it tokenizes, and then brings all
+answers under way one token further by one forward pass, over and over. Requests join and leave
+between passes.
 """
 
+import queue
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cache_ops.assemble import assemble
-from cache_ops.encode import encode_chunk
-from cache_ops.plan import PrefixPlan
-from cache_ops.rope import Rope
+from cache_ops.hf import load_tokenizer
+from cache_ops.supply import Supply
+from data_builders.kv import open_supply
+from data_builders.prompt import PromptTemplate
+from eval.checkpoints import Checkpoint, context_checkpoint, load_served, weights_folder
+from eval.online import OnlinePath, OnlineRequest
+from eval.retriever import Retriever
+from eval.systems import SYSTEMS, Width
+from eval.telemetry import RequestReport, Telemetry
+from recipes.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One greedy answer: its tokens without the stop token, and what it took."""
+class Reply:
+    """The answer to a question, what it was answered from, and what that took."""
 
+    answer: str
     token_ids: list[int]
-    stopped: bool
-    """Whether a stop token ended it, and not the token limit."""
-    ttft_ms: float
+    evidence: list[str]
+    report: RequestReport
 
 
-@torch.inference_mode()
-def encode_chunks(
-    model: PreTrainedModel, chunks: Iterable[tuple[str, Sequence[int]]]
-) -> tuple[dict[str, Tensor], float]:
-    """Encode (id, token ids) pairs each alone, and say how many milliseconds that took.
+class Asked:
+    """A question on its way through the engine. Iterating gives the answer's text as it comes."""
 
-    Returns kv_TL2HD by id (see `encode_chunk`), on the model's device; an id that comes twice is
-    encoded once, and one without tokens is left out.
-    """
-    start = _now_ms(model.device)
-    chunk_kv = {chunk_id: encode_chunk(model, ids) for chunk_id, ids in dict(chunks).items() if ids}
-    return chunk_kv, _now_ms(model.device) - start
+    def __init__(self, question: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.question = question
+        self.since = time.perf_counter()
+        self._tokenizer = tokenizer
+        self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._reply: Future[Reply] = Future()
 
+    def reply(self) -> Reply:
+        """Waits for the whole answer; raises what went wrong on the way."""
+        return self._reply.result()
 
-@torch.inference_mode()
-def answer(
-    model: PreTrainedModel,
-    rope: Rope,
-    plan: PrefixPlan,
-    online_ids: Sequence[int],
-    chunk_kv: Mapping[str, Tensor],
-    *,
-    stop_ids: AbstractSet[int],
-    max_new_tokens: int,
-) -> Completion:
-    """Serve one request: assemble `plan` from `chunk_kv`, prefill `online_ids`, decode greedily.
+    def __iter__(self) -> Iterator[str]:
+        stream = DecodeStream(skip_special_tokens=True)
+        given = ""
+        for token in iter(self._tokens.get, None):
+            piece = stream.step(self._tokenizer.backend_tokenizer, token) or ""
+            # An answer begins with its first word.
+            piece = piece if given else piece.lstrip()
+            if piece:
+                given += piece
+                yield piece
+        # Bytes of a character that was never completed.
+        if rest := self.reply().answer[len(given) :]:
+            yield rest
 
-    `online_ids` (at least one) follow the prefix at positions `plan.length, plan.length + 1, …`.
-    """
-    assert online_ids, "a request computes at least one token online"
-    start = _now_ms(model.device)
-    cache = assemble(plan, chunk_kv, rope)
-    token = _next_token(model, online_ids, plan.length, cache)
-    # Reading the token was the one device synchronisation, so the clock can be read as it is.
-    ttft_ms = time.perf_counter() * 1e3 - start
+    def push(self, token: int) -> None:
+        """The next token of the answer."""
+        self._tokens.put(token)
 
-    position = plan.length + len(online_ids)
-    token_ids: list[int] = []
-    while token not in stop_ids:
-        token_ids.append(token)
-        if len(token_ids) == max_new_tokens:
-            return Completion(token_ids, stopped=False, ttft_ms=ttft_ms)
-        token = _next_token(model, [token], position, cache)
-        position += 1
-    return Completion(token_ids, stopped=True, ttft_ms=ttft_ms)
+    def end(self, reply: Reply | Exception) -> None:
+        """The whole answer, or why there is none."""
+        if isinstance(reply, Exception):
+            self._reply.set_exception(reply)
+        else:
+            self._reply.set_result(reply)
+        self._tokens.put(None)
 
 
-def _next_token(
-    model: PreTrainedModel, token_ids: Sequence[int], position: int, cache: DynamicCache
-) -> int:
-    """Run tokens at `position…` over the cache, which grows by them; the most likely next one."""
-    ids_1T = torch.tensor([token_ids], device=model.device)
-    positions_1T = torch.arange(position, position + len(token_ids), device=model.device)[None]
-    logits_11V = model(
-        input_ids=ids_1T,
-        position_ids=positions_1T,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits
-    return int(logits_11V[0, -1].argmax())
+_Running = tuple[Asked, OnlineRequest]
 
 
-def _now_ms(device: torch.device) -> float:
-    """The clock, once the device has finished what was queued before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() * 1e3
+class Engine:
+    """A checkpoint, a system and a corpus, answering questions; a context manager."""
+
+    def __init__(
+        self,
+        config: Recipe,
+        checkpoint: Checkpoint,
+        system: str,
+        *,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        retriever: Retriever,
+        supply: Supply,
+        log: Path | None = None,
+    ) -> None:
+        """Starts the engine over its opened parts; see `open`."""
+        self._checkpoint, self._system = checkpoint, system
+        self._tokenizer, self._retriever = tokenizer, retriever
+        self._path = OnlinePath(config, model, PromptTemplate(tokenizer, config.prompt), supply)
+        k = config.retrieval.k if SYSTEMS[system].selects_nuggets else None
+        self._width = Width(config.retrieval.k_c, k)
+        self._at_once = config.eval.concurrent_requests
+        self._telemetry = Telemetry(log)
+        self._waiting: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        config: Recipe,
+        checkpoint: Checkpoint = "base",
+        system: str = "coinrag",
+        *,
+        log: Path | None = None,
+    ) -> Self:
+        """Loads weights, corpus and store of a recipe.
+
+        The corpus is that of the built dev split. Slices come from memory, from the recipe's store
+        if it names one, and from the model, which adds what it has computed to the store.
+
+        Args:
+            config: the recipe.
+            checkpoint: whose weights answer.
+            system: one of `eval.systems.SYSTEMS`.
+            log: where each request is appended as a line of JSON.
+
+        Raises:
+            UserError: nothing is built, or there is no such checkpoint.
+            ForeignStoreError: the store was made by other weights or settings.
+            ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_model`.
+        """
+        tokenizer = load_tokenizer(config.model.path)
+        retriever = Retriever.open(config)
+        model = load_served(config, weights_folder(config, checkpoint), tokenizer)
+        source = context_checkpoint(config, checkpoint)
+        encoder = model
+        if source != checkpoint:
+            encoder = load_served(config, weights_folder(config, source), tokenizer)
+        supply = open_supply(config, encoder, tokenizer, source, writable=True)
+        return cls(
+            config, checkpoint, system,
+            model=model, tokenizer=tokenizer, retriever=retriever, supply=supply, log=log,
+        )  # fmt: skip
+
+    def ask(self, question: str) -> Asked:
+        """Hands a question in and returns at once; its answer streams from what is returned."""
+        asked = Asked(question, self._tokenizer)
+        with self._closing:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._waiting.put(asked)
+        return asked
+
+    def answer(self, question: str) -> Reply:
+        """Answers a question. May be called from many threads."""
+        return self.ask(question).reply()
+
+    def answer_all(self, questions: Sequence[str]) -> list[Reply]:
+        """Answers many questions together, at most `eval.concurrent_requests` at a time."""
+        return [asked.reply() for asked in [self.ask(question) for question in questions]]
+
+    def prometheus_text(self) -> str:
+        """Counts and times of all requests so far, in Prometheus' text format."""
+        return self._telemetry.prometheus_text()
+
+    def close(self) -> None:
+        """Answers what was asked, then frees everything."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._waiting.put(None)
+        self._thread.join()
+        self._path.supply.close()
+        self._telemetry.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # The engine's thread
+
+    def _work(self) -> None:
+        running: list[_Running] = []
+        open_ = True
+        while open_ or running:
+            arrived, open_ = self._arrivals(len(running), open_)
+            running += self._begin(arrived)
+            if running:
+                running = self._advance(running)
+
+    def _arrivals(self, running: int, open_: bool) -> tuple[list[Asked], bool]:
+        """Questions to take in now, and whether more may come; waits if nothing else is to do."""
+        arrived: list[Asked] = []
+        while open_ and running + len(arrived) < self._at_once:
+            try:
+                asked = self._waiting.get(block=not (running or arrived))
+            except queue.Empty:
+                break
+            if asked is None:
+                return arrived, False
+            arrived.append(asked)
+        return arrived, open_
+
+    def _begin(self, arrived: Sequence[Asked]) -> list[_Running]:
+        """Brings questions to where their first token can be computed."""
+        begun = []
+        for asked in arrived:
+            with self._failing([asked]):
+                found = self._retriever.retrieve(asked.question)
+                request = self._path.begin(found.question, self._system, self._width)
+                request.stage_ms |= {
+                    "embed": found.embed_ms, "search": found.search_ms, "score": found.score_ms,
+                }  # fmt: skip
+                begun.append((asked, request))
+        # All reads are under way before the first is waited for.
+        ready = []
+        for asked, request in begun:
+            with self._failing([asked]):
+                self._path.fill(request)
+                ready.append((asked, request))
+        return ready
+
+    def _advance(self, running: Sequence[_Running]) -> list[_Running]:
+        """One token for every answer under way; those that are not done."""
+        advanced = False
+        with self._failing([asked for asked, _ in running]):
+            self._path.advance([request for _, request in running])
+            advanced = True
+        if not advanced:
+            return []
+        for asked, request in running:
+            with self._failing([asked]):
+                generation = request.generation
+                # The token that ends an answer is no part of it.
+                if not generation.stopped:
+                    asked.push(generation.token_ids[-1])
+                if generation.done:
+                    reply = self._reply(asked, request)
+                    self._telemetry.answered(reply.report)
+                    asked.end(reply)
+        return [one for one in running if not one[1].generation.done]
+
+    @contextmanager
+    def _failing(self, asked: Sequence[Asked]) -> Iterator[None]:
+        """An error ends those questions and not the engine."""
+        try:
+            yield
+        except Exception as error:
+            for one in asked:
+                self._telemetry.failed(self._checkpoint, self._system)
+                one.end(error)
+
+    def _reply(self, asked: Asked, request: OnlineRequest) -> Reply:
+        generation, supplied = request.generation, request.supplied
+        text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True)).strip()
+        assert generation.first_token is not None, "a finished answer has had a first token"
+        ttft_ms = (generation.first_token - asked.since) * 1e3
+        # What the stages leave over was spent waiting, also for requests beside it.
+        waited = max(0.0, ttft_ms - sum(request.stage_ms.values()))
+        report = RequestReport(
+            question=asked.question,
+            answer=text,
+            checkpoint=self._checkpoint,
+            system=self._system,
+            k_c=self._width.k_c,
+            k=self._width.k,
+            active_tokens=request.served.active_tokens,
+            online_tokens=request.online_tokens,
+            new_tokens=len(generation.token_ids),
+            stopped=generation.stopped,
+            tokens_memory=supplied.tokens_memory if supplied else 0,
+            tokens_disk=supplied.tokens_disk if supplied else 0,
+            tokens_computed=supplied.tokens_computed if supplied else 0,
+            bytes_read=supplied.bytes_read if supplied else 0,
+            batch_requests=request.batch_requests,
+            stage_ms={"wait": waited, **request.stage_ms},
+            ttft_ms=ttft_ms,
+            total_ms=(time.perf_counter() - asked.since) * 1e3,
+        )
+        return Reply(text, generation.token_ids, request.served.evidence, report)

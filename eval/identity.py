@@ -13,10 +13,13 @@ from recipes.schema import Recipe
 
 def setting(config: Recipe, dev: Path, template: PromptTemplate) -> dict[str, Any]:
     """What decides answers and timings beside the weights; `dev` is the content-keyed folder."""
+    stored = f"disk, {config.store.dtype or config.model.dtype}"
     return {
         "dev_data": dev.name,
         "template": template.digest,
         "dtype": config.model.dtype,
+        "slices": stored if config.store.folder else "memory",
+        "base_context": config.context.gradient == "frozen",
         "order": config.retrieval.order,
         "overlap": config.retrieval.overlap,
         "max_new_tokens": config.eval.max_new_tokens,

@@ -23,7 +23,7 @@ def render_table(result: Json) -> str:
     rows = result["results"]
     datasets = list(rows[0]["f1_by_dataset"])
     head = ["system", "k_c/k", "weights", "F1", "95% interval", "EM"]
-    head += [*datasets, "TTFT p50 ms", "p99 ms", "active tokens", "stopped"]
+    head += [*datasets, "TTFT p50 ms", "p99 ms", "load p50", "active tokens", "stopped"]
     table = [
         [
             _NAMES[row["system"]],
@@ -35,6 +35,7 @@ def render_table(result: Json) -> str:
             *(f"{row['f1_by_dataset'][name]:.1f}" for name in datasets),
             f"{row['ttft_p50_ms']:.1f}",
             f"{row['ttft_p99_ms']:.1f}",
+            f"{row['load_p50_ms']:.1f}",
             f"{row['active_tokens']:.0f}",
             f"{100 * row['stop_rate']:.0f}%",
         ]

@@ -1,93 +1,114 @@
-"""One checkpoint in memory, answering questions for every system from the same encoded chunks."""
+"""One checkpoint in memory, answering questions for every system from the same cached chunks."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import TracebackType
 from typing import Self
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from cache_ops.hf import check_vocabulary, load_model
-from cache_ops.plan import PROMPT
-from cache_ops.rope import Rope
+from data_builders.kv import open_supply
 from data_builders.prompt import PromptTemplate
-from eval import engine
 from eval.answers import Answer
+from eval.checkpoints import Checkpoint, context_checkpoint, load_served, weights_folder
 from eval.metrics import exact_match, token_f1
-from eval.systems import SYSTEMS, Question, Request, Width
+from eval.online import OnlinePath, OnlineRequest
+from eval.systems import Question, Width
+from recipes.errors import UserError
 from recipes.schema import Recipe
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A checkpoint and what all of its questions share."""
+    """A checkpoint and what all of its questions share; a context manager.
+
+    With `store.folder` slices are read from disk inside the clock, without a memory tier in front,
+    so that no system profits from what another has read. Else they lie in memory when it starts.
+    """
 
     config: Recipe
-    checkpoint: str
+    checkpoint: Checkpoint
     key: str
-    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    template: PromptTemplate
-    rope: Rope
-    prompt_kv: Mapping[str, Tensor]
+    path: OnlinePath
 
     @classmethod
     def load(
         cls,
         config: Recipe,
-        checkpoint: str,
+        checkpoint: Checkpoint,
         key: str,
-        folder: Path,
         tokenizer: PreTrainedTokenizerBase,
         template: PromptTemplate,
     ) -> Self:
-        """Load the weights onto the GPU if there is one, and encode the prompt once."""
-        model = load_model(str(folder), config.model.dtype)
-        check_vocabulary(model, tokenizer)
-        model.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        prompt_kv, _ = engine.encode_chunks(model, [(PROMPT, template.prompt_ids)])
-        rope = Rope.from_config(model.config)
-        return cls(config, checkpoint, key, model, tokenizer, template, rope, prompt_kv)
+        """Loads the weights, and opens where slices come from."""
+        model = load_served(config, weights_folder(config, checkpoint), tokenizer)
+        source = context_checkpoint(config, checkpoint)
+        encoder = model
+        if source != checkpoint:
+            encoder = load_served(config, weights_folder(config, source), tokenizer)
+        # Whole chunks in memory serve all systems from one encoding.
+        changes = {"memory_gib": 0.0} if config.store.folder else {"keep": "chunks"}
+        store = config.store.model_copy(update=changes)
+        supply = open_supply(
+            config.model_copy(update={"store": store}), encoder, tokenizer, source, writable=True
+        )
+        path = OnlinePath(config, model, template, supply)
+        return cls(config, checkpoint, key, tokenizer, path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.path.supply.close()
 
     def answer(self, question: Question, variants: Sequence[tuple[str, Width]]) -> list[Answer]:
-        """Encode the question's chunks, let each (system, width) answer from them, free them."""
-        requests = [
-            SYSTEMS[system].request(question, width, self.template, self.config.retrieval)
-            for system, width in variants
-        ]
-        used = {piece.chunk for request in requests for piece in request.plan.slices}
-        chunks = {c.chunk_id: c.token_ids for c in question.chunks if c.chunk_id in used}
-        chunk_kv, offline_ms = engine.encode_chunks(self.model, chunks.items())
-        offline_tokens = sum(map(len, chunks.values()))
+        """Has each (system, width) answer; what is not cached yet is computed before the clock."""
+        start = time.perf_counter()
+        # Whole chunks first: they hold what others take slices of.
+        widest_first = sorted(variants, key=lambda variant: variant[1].k is not None)
+        offline_tokens = sum(self._warm(question, *variant) for variant in widest_first)
+        offline_ms = (time.perf_counter() - start) * 1e3
         return [
-            self._answer(question, system, width, request, chunk_kv, offline_tokens, offline_ms)
-            for (system, width), request in zip(variants, requests, strict=True)
+            self._answer(question, *variant, offline_tokens, offline_ms) for variant in variants
         ]
+
+    def _warm(self, question: Question, system: str, width: Width) -> int:
+        """Makes one system's slices ready; how many tokens had to be encoded for that."""
+        fetch = self.path.begin(question, system, width).fetch
+        if fetch is None:
+            return 0
+        supplied = fetch.wait()
+        supplied.release()
+        return supplied.tokens_encoded
 
     def _answer(
         self,
         question: Question,
         system: str,
         width: Width,
-        request: Request,
-        chunk_kv: Mapping[str, Tensor],
         offline_tokens: int,
         offline_ms: float,
     ) -> Answer:
-        limit = self.config.eval.max_new_tokens
-        completion = engine.answer(
-            self.model,
-            self.rope,
-            request.plan,
-            request.online_ids,
-            {**self.prompt_kv, **chunk_kv},
-            stop_ids=self.template.stop_ids,
-            max_new_tokens=limit,
+        start = time.perf_counter()
+        request = self.path.begin(question, system, width)
+        self.path.fill(request)
+        generation = request.generation
+        while not generation.done:
+            self.path.advance([request])
+        assert generation.first_token is not None, "a finished answer has had a first token"
+        self._refuse_computed(request)
+        token_ids = generation.token_ids
+        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+        last_position = (
+            request.served.plan.length + request.online_tokens + self.config.eval.max_new_tokens
         )
-        text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)).strip()
-        last_position = request.plan.length + len(request.online_ids) + limit
         return Answer(
             key=self.key,
             checkpoint=self.checkpoint,
@@ -97,16 +118,27 @@ class Runner:
             question_id=question.question_id,
             dataset=question.dataset,
             question=question.question,
-            evidence=request.evidence,
+            evidence=request.served.evidence,
             answer=text,
             gold=question.answers,
             f1=token_f1(text, question.answers),
             em=exact_match(text, question.answers),
-            ttft_ms=completion.ttft_ms,
-            active_tokens=request.active_tokens,
-            new_tokens=len(completion.token_ids),
-            stopped=completion.stopped,
-            beyond_context=last_position > self.model.config.max_position_embeddings,
+            ttft_ms=(generation.first_token - start) * 1e3,
+            load_ms=sum(request.stage_ms[stage] for stage in ("read", "copy", "rotate")),
+            active_tokens=request.served.active_tokens,
+            bytes_read=request.supplied.bytes_read if request.supplied else 0,
+            new_tokens=len(token_ids),
+            stopped=generation.stopped,
+            beyond_context=last_position > self.path.model.config.max_position_embeddings,
             offline_tokens=offline_tokens,
             offline_ms=offline_ms,
         )
+
+    def _refuse_computed(self, request: OnlineRequest) -> None:
+        """What is computed inside the clock is no measurement of a cache."""
+        if request.supplied is not None and request.supplied.tokens_computed:
+            option = "store.max_gib" if self.config.store.folder else "store.memory_gib"
+            raise UserError(
+                f"{option} is too small to hold the slices of one question "
+                f"({request.question.question_id!r}): raise it"
+            )

@@ -72,6 +72,8 @@ def _result(answers: Sequence[Answer], resamples: int, seed: int) -> Json:
         "em": 100 * _mean(a.em for a in answers),
         "ttft_p50_ms": float(p50),
         "ttft_p99_ms": float(p99),
+        "load_p50_ms": float(np.median([a.load_ms for a in answers])),
+        "bytes_read": _mean(a.bytes_read for a in answers),
         "active_tokens": _mean(a.active_tokens for a in answers),
         "stop_rate": _mean(a.stopped for a in answers),
         "f1_by_dataset": {

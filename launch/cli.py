@@ -1,4 +1,4 @@
-"""`coinrag`: build, train and compare from a recipe, and write the sample world.
+"""`coinrag`: build, train, compare and ask from a recipe, keep stores, write the sample world.
 
 Every command ends with status 0, 2 (the user's mistake, one message), 130 (interrupted) or 1
 (ours, a traceback). With `--json` the last line of stdout is one JSON object, also when the
@@ -10,115 +10,16 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from launch import cache
+from launch.ask import ask
+from launch.cache import CHECKPOINTS, UnrepairedError
+from launch.commands import RECIPE_HELP, Result, TrainingFailedError, build, compare, train, world
 from recipes.exit import INTERRUPTED, OK, USERS, Ending, run
 
-Result = dict[str, Any]
-
-_RECIPE_HELP = "shipped recipes or YAML files, later ones win; then section.key=value"
-
-
-class TrainingFailedError(Exception):
-    """The training process has failed and said why itself."""
-
-    def __init__(self, ending: Ending) -> None:
-        super().__init__(ending.message)
-        self.ending = ending
-
-
-def build(
-    arguments: Sequence[str],
-    *,
-    stats: bool = False,
-    retry_failed: bool = False,
-    read_batch: Sequence[str] = (),
-    write_batch: str | None = None,
-) -> Result:
-    """Build the train and dev tables of a recipe; by split the folders and what was made anew.
-
-    With `stats` also each split's report, drawn as `statistics.png` in its folder. `read_batch`
-    files are taken into the journal of model answers first. With `write_batch` nothing is built:
-    the requests that building needs are written there, and the files are the result.
-    """
-    from recipes.resolve import resolve
-
-    config = resolve(arguments).config
-    from data_builders import build as builder
-
-    if read_batch:
-        builder.read_batches(config, [Path(file) for file in read_batch])
-    if write_batch is not None:
-        files = builder.write_batches(config, Path(write_batch), retry_failed=retry_failed)
-        return {"batch_files": [str(file) for file in files]}
-    built = {
-        split: builder.build(config, split, retry_failed=retry_failed) for split in builder.SPLITS
-    }
-    result: Result = {
-        "folders": {split: str(one.folder) for split, one in built.items()},
-        "made": {
-            split: {kind: asdict(needed) for kind, needed in one.made.items()}
-            for split, one in built.items()
-        },
-    }
-    if stats:
-        from data_builders.statistics import draw_statistics
-
-        result["reports"] = {split: one.report for split, one in built.items()}
-        for split, one in built.items():
-            title = f"{config.name}: {split}"
-            draw_statistics(one.report, title, one.folder / "statistics.png")
-    return result
-
-
-def train(arguments: Sequence[str], processes: int = 1, *, quiet_stdout: bool = False) -> Result:
-    """Train a recipe in processes of its own; the run folder.
-
-    With `quiet_stdout` what the training prints goes to stderr.
-
-    Raises:
-        UserError: the recipe is wrong; found before any process starts.
-        TrainingFailedError: the training ended with another status than 0.
-    """
-    from launch.training import run_training
-    from recipes.resolve import resolve
-
-    config = resolve(arguments).config
-    ending = run_training(arguments, processes, output=sys.stderr if quiet_stdout else None)
-    if ending.status != OK:
-        raise TrainingFailedError(ending)
-    return {"run_folder": config.train.run_folder}
-
-
-def compare(arguments: Sequence[str]) -> Result:
-    """Compare the systems and checkpoints of a recipe; the content of `compare.json`."""
-    from recipes.resolve import resolve
-
-    config = resolve(arguments).config
-    from eval.compare import compare as compare_systems
-
-    return compare_systems(config)
-
-
-def world(
-    folder: str, train_questions: int, dev_questions: int, seed: int, passages: int | None = None
-) -> Result:
-    """Write the fictional sample world; its folder and what it holds.
-
-    Its questions bring their contexts, in IRCoT's format; or, with `passages`, a corpus of that
-    many beside them, in the package's own.
-    """
-    from data_builders.world import write_corpus, write_world
-
-    sizes = {"train_questions": train_questions, "dev_questions": dev_questions, "seed": seed}
-    if passages is None:
-        counts = write_world(Path(folder), **sizes)
-    else:
-        counts = write_corpus(Path(folder), passages=passages, **sizes)
-    return counts | {"folder": folder}
+SYSTEMS = ("coinrag", "turborag", "standard_rag")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -129,27 +30,27 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument(
-            "--json", action="store_true", help="end stdout with one line of JSON; log to stderr"
-        )
-        return command
-
+    add = _adder(commands)
     for name, text in (
         ("build", "Build training and dev tables from raw questions and passages."),
         ("train", "Fine-tune the model on the built training table."),
         ("compare", "Measure F1, EM and TTFT of systems, before and after fine-tuning."),
+        ("ask", "Answer questions from the built dev passages, token by token."),
     ):
         command = add(name, text)
-        command.add_argument("arguments", nargs="+", metavar="RECIPE|KEY=VALUE", help=_RECIPE_HELP)
+        command.add_argument("arguments", nargs="+", metavar="RECIPE|KEY=VALUE", help=RECIPE_HELP)
         if name == "build":
             _add_build_flags(command)
         if name == "train":
             command.add_argument(
                 "--processes", type=_positive, default=1, help="ranks on this machine (default 1)"
             )
+        if name == "ask":
+            _add_ask_flags(command)
+    stores = commands.add_parser("cache", help="Keep stores of chunks' keys and values.")
+    cache.add_commands(
+        _adder(stores.add_subparsers(dest="cache_command", required=True, metavar="COMMAND"))
+    )
     command = add("world", "Write a fictional world of questions and passages.")
     command.add_argument("folder", metavar="OUT", help="folder for train.jsonl and dev.jsonl")
     command.add_argument("--train", type=_positive, default=1200, help="questions (default 1200)")
@@ -157,8 +58,47 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--passages", type=_positive, help="a corpus of so many, and questions without contexts"
     )
+    command.add_argument(
+        "--conversations",
+        type=_positive,
+        default=0,
+        help="so many conversations about the passages of dev.jsonl (default none)",
+    )
     command.add_argument("--seed", type=int, default=0, help="another seed, another world")
     return top
+
+
+def _adder(commands: Any) -> Callable[[str, str], argparse.ArgumentParser]:
+    """A function that adds a command, with the flags that all have, by its name and its help."""
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False
+        )
+        command.add_argument(
+            "--json", action="store_true", help="end stdout with one line of JSON; log to stderr"
+        )
+        return command
+
+    return add
+
+
+def _add_ask_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--checkpoint", choices=CHECKPOINTS, default="base", help="whose weights (default base)"
+    )
+    command.add_argument(
+        "--system", choices=SYSTEMS, default="coinrag", help="how it serves (default coinrag)"
+    )
+    command.add_argument(
+        "--question",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="a question; may be repeated (default: the lines of stdin)",
+    )
+    command.add_argument("--log", metavar="FILE", help="append a line of JSON for each question")
+    command.add_argument("--metrics", metavar="FILE", help="keep Prometheus text up to date there")
 
 
 def _add_build_flags(command: argparse.ArgumentParser) -> None:
@@ -193,6 +133,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parsed.arguments += rest
     if parsed.command == "build" and parsed.write_batch is not None and parsed.stats:
         top.error("--stats needs a build, and --write-batch makes none")
+    if parsed.command == "world" and parsed.passages and parsed.conversations:
+        top.error(
+            "--conversations are about the contexts of questions, which --passages leaves out"
+        )
     return parsed
 
 
@@ -220,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             result.update(_call(arguments))
         except TrainingFailedError as error:
             child.append(error.ending)
+        except UnrepairedError as error:
+            result.update(error.result)
+            raise
 
     ending = run(command)
     if child:
@@ -228,14 +175,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A killed process has said nothing; the user's mistake has been told.
             print(f"error: {ending.message}", file=sys.stderr)
     if arguments.json:
-        report = {"command": arguments.command, "status": ending.status}
+        report = {"command": _name(arguments), "status": ending.status}
         report |= {"error": ending.message} if ending.message else {}
         report |= {"seconds": round(time.monotonic() - started, 3)}
         # In ASCII: stdout may not take every character, such as a path's stray bytes.
         print(json.dumps(report | result), flush=True)
     elif ending.status == OK:
-        _show(arguments.command, result)
+        _show(arguments, result)
     return ending.status
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    name: str = arguments.command
+    return f"cache {arguments.cache_command}" if name == "cache" else name
 
 
 def _call(arguments: argparse.Namespace) -> Result:
@@ -252,18 +204,31 @@ def _call(arguments: argparse.Namespace) -> Result:
             return train(arguments.arguments, arguments.processes, quiet_stdout=arguments.json)
         case "compare":
             return compare(arguments.arguments)
+        case "ask":
+            return ask(
+                arguments.arguments,
+                arguments.question,
+                checkpoint=arguments.checkpoint,
+                system=arguments.system,
+                log=arguments.log,
+                metrics=arguments.metrics,
+                output=None if arguments.json else sys.stdout,
+            )
+        case "cache":
+            return cache.call(arguments)
         case _:
             return world(
                 arguments.folder,
                 arguments.train,
                 arguments.dev,
                 arguments.seed,
-                arguments.passages,
+                passages=arguments.passages,
+                conversations=arguments.conversations,
             )
 
 
-def _show(command: str, result: Result) -> None:
-    match command:
+def _show(arguments: argparse.Namespace, result: Result) -> None:
+    match arguments.command:
         case "compare":
             from eval.report import render_table
 
@@ -277,8 +242,12 @@ def _show(command: str, result: Result) -> None:
                 from data_builders.statistics import render_statistics
 
                 print(render_statistics(result["reports"]))
-        case _:
-            print(result.get("run_folder") or result["folder"])
+        case "cache":
+            print(cache.render(arguments.cache_command, result))
+        case "train":
+            print(result["run_folder"])
+        case "world":
+            print(result["folder"])
 
 
 def _positive(text: str) -> int:

@@ -57,7 +57,27 @@ class PromptConfig(Section):
 
 
 class ContextConfig(Section):
-    gradient: Literal["full", "detach"] = "full"
+    gradient: Literal["full", "detach", "frozen"] = "full"
+
+
+class StoreConfig(Section):
+    """Where chunk keys and values are kept between runs, and how they are read."""
+
+    # One store for each set of weights lies inside: base, fine_tuned. null: nothing is kept.
+    folder: Text | None = None
+    # nuggets: only the tokens that some nugget covers.
+    keep: Literal["nuggets", "chunks"] = "nuggets"
+    # null: the model's own.
+    dtype: Literal["float32", "bfloat16", "float16", "int8", "float8"] | None = None
+    max_gib: Annotated[float, Field(gt=0.0)] | None = None
+    # evict: the least recently used chunks give way.
+    when_full: Literal["refuse", "evict"] = "refuse"
+    shard_mib: Positive = 256
+    # Checksums are compared on every read, and not only by `coinrag cache verify`.
+    check_reads: bool = False
+    read_threads: Positive = 4
+    # The tier of slices in memory in front of the disk; 0 leaves it out.
+    memory_gib: Annotated[float, Field(ge=0.0)] = 1.0
 
 
 class LoraConfig(Section):
@@ -126,6 +146,8 @@ class EvalConfig(Section):
     max_new_tokens: Positive = 32
     bootstrap_resamples: Positive = 10000
     warmup_questions: Natural = 3
+    # Requests that the online engine answers at a time; the comparison answers one by one.
+    concurrent_requests: Positive = 8
     # null: the folder `compare` inside train.run_folder.
     output: Text | None = None
 
@@ -156,6 +178,7 @@ class Recipe(Section):
     raft: RaftConfig = RaftConfig()
     prompt: PromptConfig = PromptConfig()
     context: ContextConfig = ContextConfig()
+    store: StoreConfig = StoreConfig()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
 

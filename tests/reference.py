@@ -42,10 +42,20 @@ def prefix_cache(
 
 
 def answer_logits(
-    model: PreTrainedModel, example: Example, chunk_ids: Mapping[str, Sequence[int]]
+    model: PreTrainedModel,
+    example: Example,
+    chunk_ids: Mapping[str, Sequence[int]],
+    encoder: PreTrainedModel | None = None,
 ) -> Tensor:
-    """Logits [answer tokens, vocabulary] that predict the example's answer, in two passes."""
-    cache = prefix_cache(model, example.plan, chunk_ids)
+    """Logits [answer tokens, vocabulary] that predict the example's answer, in two passes.
+
+    With `encoder` that model encodes the chunks, and no gradient flows through it.
+    """
+    if encoder is None:
+        cache = prefix_cache(model, example.plan, chunk_ids)
+    else:
+        with torch.no_grad():
+            cache = prefix_cache(encoder, example.plan, chunk_ids)
     own_ids = torch.tensor([[*example.query_ids, *example.answer_ids]])
     positions = torch.arange(own_ids.shape[1])[None] + example.plan.length
     logits = model(

@@ -1,16 +1,19 @@
 """From rows of the built tables to packed micro-batches."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cache_ops.packing import Example, PackedBatch, pack
+from cache_ops.packing import Example, PackedBatch, pack, pack_over_prefix
 from cache_ops.plan import PROMPT, PrefixPlan, Span, plan_prefix
 from cache_ops.rope import Rope
+from cache_ops.stored import union_ranges
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Tables
 from recipes.errors import UserError
 from recipes.schema import Recipe
+from train.context import FrozenContext, UsedRanges
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,35 @@ class ExampleBuilder:
             plan = self._plan(row, spans[:kept])
         return Example(plan, query_ids, answer_ids), len(spans) - kept
 
-    def micro_batch(self, indices: Sequence[int]) -> PackedBatch:
-        """One packed row of these samples; a chunk that several of them use stands once."""
+    def micro_batch(
+        self, indices: Sequence[int], frozen: FrozenContext | None = None
+    ) -> PackedBatch:
+        """One packed row of these samples; a chunk that several of them use stands once.
+
+        With a frozen context the chunks themselves are not in the row.
+        """
         examples = [self.example(index)[0] for index in indices]
+        used = {piece.chunk for example in examples for piece in example.plan.slices} - {PROMPT}
+        chunks = [self._tables.chunk(chunk_id) for chunk_id in used]
         chunk_ids: dict[str, Sequence[int]] = {PROMPT: self._template.prompt_ids}
-        for example in examples:
-            for piece in example.plan.slices:
-                if piece.chunk not in chunk_ids:
-                    chunk_ids[piece.chunk] = self._tables.chunk(piece.chunk).token_ids
+        chunk_ids |= {chunk.chunk_id: chunk.token_ids for chunk in chunks}
+        if frozen is not None:
+            nuggets = {chunk.chunk_id: chunk.nuggets for chunk in chunks}
+            prefix_kv_PL2HD = frozen.prefix(examples, chunk_ids, nuggets)
+            return pack_over_prefix(examples, prefix_kv_PL2HD, self._rope)
         detach = self._config.context.gradient == "detach"
         return pack(examples, chunk_ids, self._rope, detach_context=detach)
+
+    def used_ranges(self) -> list[UsedRanges]:
+        """Every chunk, the prompt among them, that some sample's prefix needs slices of."""
+        used: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for index in range(len(self._samples)):
+            for piece in self.example(index)[0].plan.slices:
+                used[piece.chunk].append((piece.start, piece.end))
+        return [(self._token_ids(chunk), union_ranges(ranges)) for chunk, ranges in used.items()]
+
+    def _token_ids(self, chunk: str) -> Sequence[int]:
+        return self._template.prompt_ids if chunk == PROMPT else self._tables.chunk(chunk).token_ids
 
     def _plan(self, row: Mapping[str, Any], spans: Sequence[Span]) -> PrefixPlan:
         return plan_prefix(

@@ -19,6 +19,9 @@ from recipes.resolve import Resolved, resolve
 
 # Settings that may differ between a run and its continuation.
 _FREE = ("train.resume", "train.save_every_steps", "train.log_every_steps")
+_FREE_SECTIONS = ("eval.", "store.")
+# Of these, what changes the numbers that a frozen context reads.
+_NEVER_FREE = ("store.dtype",)
 
 
 def refuse_used(resolved: Resolved) -> None:
@@ -54,13 +57,17 @@ def _refuse_changes(resolved: Resolved, folder: Path) -> None:
     changed = [
         f"{path}: {before.get(path)!r} -> {value!r}"
         for path, value in now.items()
-        if path not in _FREE and not path.startswith("eval.") and before.get(path) != value
+        if not _is_free(path) and before.get(path) != value
     ]
     if changed:
         raise UserError(
             f"train.resume=true continues the run in {folder} as it was; changed settings:\n  "
             + "\n  ".join(changed)
         )
+
+
+def _is_free(path: str) -> bool:
+    return path in _FREE or (path.startswith(_FREE_SECTIONS) and path not in _NEVER_FREE)
 
 
 def flat(resolved: Resolved) -> dict[str, Any]:

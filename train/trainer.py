@@ -30,6 +30,7 @@ from recipes.resolve import Resolved
 from recipes.schema import Recipe
 from train.batches import BatchOrder
 from train.checkpoint import load_state, save_model, save_state
+from train.context import FrozenContext, open_frozen_context
 from train.examples import ExampleBuilder, Lengths
 from train.optim import optimizer_and_schedule, trainable_model
 from train.recorder import Recorder
@@ -50,7 +51,9 @@ def train(resolved: Resolved) -> None:
     A finished run that is resumed stays as it is.
 
     Raises:
-        UserError: no built data, a used run folder, settings that do not fit together.
+        UserError: no built data, a used run folder, settings that do not fit together, frozen
+            context without the slices it needs.
+        ForeignStoreError, StoreError: see `train.context.open_frozen_context`.
         ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_model`.
         FloatingPointError: the loss or its gradient is no longer finite; names the questions.
     """
@@ -89,6 +92,17 @@ def train(resolved: Resolved) -> None:
         seed=config.seed,
     )
     lengths = measure_lengths(builder, order.samples, accelerator.is_main_process)
+    frozen = None
+    if config.context.gradient == "frozen":
+        # The weights are still the base model's, also in a run that will be resumed.
+        with accelerator.main_process_first():
+            frozen = open_frozen_context(
+                config,
+                model,
+                tokenizer,
+                builder.used_ranges,
+                writable=accelerator.is_main_process,
+            )
     # Every rank has seen the folder unused before the main one writes into it.
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -111,7 +125,9 @@ def train(resolved: Resolved) -> None:
     if accelerator.is_main_process:
         recorder = Recorder(run_folder, config.train, first_step, total_steps)
     for step in range(first_step, total_steps):
-        values = _run_step(accelerator, model, optimizer, builder, order, lengths, step, config)
+        values = _run_step(
+            accelerator, model, optimizer, builder, frozen, order, lengths, step, config
+        )
         values["learning_rate"] = schedule.get_last_lr()[0]
         schedule.step()
         done = step + 1
@@ -123,8 +139,12 @@ def train(resolved: Resolved) -> None:
             if recorder.saves(done):
                 save_state(run_folder, done, plain_model, optimizer, elapsed)
     accelerator.wait_for_everyone()
+    if frozen is not None:
+        frozen.close()
     if recorder is not None:
         recorder.close()
+        if frozen is not None:
+            logger.info("prefix tokens of the main rank: %s", frozen.report())
         save_model(run_folder, plain_model, tokenizer)
         logger.info("trained %d steps; the model is in %s", total_steps, run_folder / "checkpoint")
     accelerator.end_training()
@@ -152,6 +172,7 @@ def _run_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     builder: ExampleBuilder,
+    frozen: FrozenContext | None,
     order: BatchOrder,
     lengths: list[Lengths],
     step: int,
@@ -163,9 +184,9 @@ def _run_step(
     answer_tokens = sum(lengths[index].answer_tokens for index in samples)
     micro_batches = order.micro_batches(step, accelerator.process_index)
     loss_sum = torch.zeros((), device=accelerator.device)
-    packed_tokens = torch.zeros((), device=accelerator.device, dtype=torch.long)
+    counts = {"packed_tokens": 0}
     for number, micro_batch in enumerate(micro_batches):
-        batch = builder.micro_batch(micro_batch.indices).to(accelerator.device)
+        batch = builder.micro_batch(micro_batch.indices, frozen).to(accelerator.device)
         last = number == len(micro_batches) - 1
         with nullcontext() if last else accelerator.no_sync(model):
             logits_1AV = model(**batch.model_inputs()).logits
@@ -173,7 +194,7 @@ def _run_step(
             # Ranks average their gradients, so each multiplies by their number.
             accelerator.backward(loss * (accelerator.num_processes / answer_tokens))
         loss_sum += loss.detach()
-        packed_tokens += batch.tokens
+        counts["packed_tokens"] += batch.tokens
     gradient_norm = accelerator.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
     loss_mean = float(accelerator.reduce(loss_sum, "sum")) / answer_tokens
     if not (math.isfinite(loss_mean) and math.isfinite(gradient_norm)):
@@ -184,14 +205,17 @@ def _run_step(
     optimizer.step()
     optimizer.zero_grad()
     seconds = time.perf_counter() - start
-    tokens = int(accelerator.reduce(packed_tokens, "sum"))
+    if frozen is not None:
+        counts |= frozen.take_tokens()
+    all_counts = torch.tensor(list(counts.values()), device=accelerator.device)
+    counts = dict(zip(counts, accelerator.reduce(all_counts, "sum").tolist(), strict=True))
     return {
         "loss": loss_mean,
         "gradient_norm": float(gradient_norm),
         "answer_tokens": answer_tokens,
-        "packed_tokens": tokens,
+        **counts,
         "samples_per_second": round(len(samples) / seconds, 4),
-        "tokens_per_second": round(tokens / seconds, 2),
+        "tokens_per_second": round(counts["packed_tokens"] / seconds, 2),
     }
 
 

@@ -1,4 +1,6 @@
-"""Questions and corpora from files: IRCoT's, the original ones of its sets, LongBench's, one's own.
+"""Questions, corpora and conversations from files.
+
+Questions come in IRCoT's format, the original ones of its sets, LongBench's, or the package's own.
 
 Every reader streams: however large a file, only names and digests of what was read are kept.
 """
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_builders.readers import hotpotqa, ircot, jsonl, longbench, musique
+from data_builders.readers.conversations import Conversation, parse_conversation
 from data_builders.readers.files import file_rows
 from data_builders.readers.rows import RowError, digest
 from data_builders.records import Passage, Question
@@ -23,7 +26,7 @@ log = logging.getLogger(__name__)
 MISTAKES_SHOWN = 10
 # A row of a question file, and where to count what is left out by its reason; None: no question.
 Parse = Callable[[dict[str, Any], Counter[str]], Question | None]
-Record = TypeVar("Record", Passage, Question)
+Record = TypeVar("Record", Passage, Question, Conversation)
 
 _PARSERS: dict[DataFormat, Parse] = {
     "ircot": ircot.parse,
@@ -42,6 +45,7 @@ _MARKS: dict[str, set[str]] = {
     "data.format: longbench": {"input", "context", "answers"},
     "data.format: jsonl": {"question", "answers"},
     "data.corpus": {"title", "text"},
+    "conversations": {"turns", "contexts"},
 }
 
 
@@ -110,6 +114,25 @@ def read_corpus(paths: Iterable[str | Path]) -> Iterator[Passage]:
 
     for path in files:
         yield from _records(path, admit, "data.corpus", None)
+
+
+def read_conversations(path: str | Path) -> Iterator[Conversation]:
+    """Streams the conversations of a file as `coinrag world --conversations` writes it.
+
+    Raises:
+        UserError: the file cannot be read or holds none, rows are malformed, or two have one id.
+            The message lists the first mistakes, each with its place and field.
+    """
+    places: dict[str, str] = {}
+
+    def admit(row: dict[str, Any], place: str, _drops: Counter[str]) -> Conversation:
+        conversation = parse_conversation(row, place)
+        first = places.setdefault(conversation.id, place)
+        if first != place:
+            raise RowError(f"conversation_id: {conversation.id!r} is already at {first}")
+        return conversation
+
+    yield from _records(Path(path), admit, "conversations", None)
 
 
 def _records(

@@ -43,7 +43,7 @@ def make_questions(
         for _ in range(_ATTEMPTS):
             turns[form] += 1
             question = _draw(form, turns[form], world, rng)
-            if question is None or not _well_stated(question, passages):
+            if question is None or not well_stated(question, passages):
                 continue
             key = (question.type, frozenset(question.starts), question.path)
             if key not in seen:
@@ -61,7 +61,8 @@ def _forms(rng: Random) -> Iterator[str]:
         yield from rng.sample(cycle, len(cycle))
 
 
-def _well_stated(question: Question, passages: Mapping[Entity, str]) -> bool:
+def well_stated(question: Question, passages: Mapping[Entity, str]) -> bool:
+    """True if the answer stands in its source passage and in no other gold one; or is yes or no."""
     source = question.source
     if source is None:
         return True

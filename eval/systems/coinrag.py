@@ -27,7 +27,7 @@ def request(
     )
     return Request(
         plan=plan,
-        online_ids=template.query_ids(question.question),
+        context_ids=[],
         active_tokens=plan.tokens,
         evidence=[chunks[c].nugget_texts[n] for c, n in selected],
     )

@@ -41,8 +41,8 @@ class Request:
 
     plan: PrefixPlan
     """The cached prefix; empty where everything is computed online."""
-    online_ids: list[int]
-    """Tokens computed online, at the positions after the plan."""
+    context_ids: list[int]
+    """Tokens computed online between the prefix and the query."""
     active_tokens: int
     """Tokens in the KV cache before the query."""
     evidence: list[str]

@@ -14,7 +14,7 @@ def request(
     context_ids = [*template.prompt_ids, *(token for c in chunks for token in c.token_ids)]
     return Request(
         plan=PrefixPlan(()),
-        online_ids=[*context_ids, *template.query_ids(question.question)],
+        context_ids=context_ids,
         active_tokens=len(context_ids),
         evidence=[chunk.title for chunk in chunks],
     )

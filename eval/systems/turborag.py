@@ -21,7 +21,7 @@ def request(
     )
     return Request(
         plan=plan,
-        online_ids=template.query_ids(question.question),
+        context_ids=[],
         active_tokens=plan.tokens,
         evidence=[chunk.title for chunk in chunks],
     )

@@ -6,6 +6,9 @@ All ways run on the same rows of the recipe's built training data and the same (
 chunk tokens, and compute logits at answer positions only:
 
 - `packed`    the package's pass: one row, no padding;
+- `detach`    the same without gradient through the context;
+- `frozen`    questions and answers alone, over slices at hand, as in a frozen run whose chunks are
+              in the store;
 - `two_pass`  chunks padded to the longest, encoded into a transformers cache; slices gathered,
               rotated and padded; questions and answers over that cache;
 - `dense`     one row a sample (its prompt, chunks, question and answer), padded to the longest,
@@ -14,8 +17,8 @@ chunk tokens, and compute logits at answer positions only:
 - `plain_rows` the same tokens as rows of the mean segment length: less attention than any way
               that has a prefix.
 
-`two_pass` must give the loss of `packed`, which the script checks. Peak memory is measured in a
-process of its own for each way. Prints one JSON object.
+`two_pass`, `detach` and `frozen` must give the loss of `packed`, which the script checks. Peak
+memory is measured in a process of its own for each way. Prints one JSON object.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,6 +39,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from cache_ops.attention import PACKED
+from cache_ops.encode import encode_chunk
 from cache_ops.hf import load_tokenizer
 from cache_ops.packing import PackedBatch
 from cache_ops.rope import Rope, rotate
@@ -50,6 +55,30 @@ from train.optim import trainable_model
 def packed(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     model.set_attn_implementation(PACKED)
     return cross_entropy(model(**batch.model_inputs()).logits[0], batch.labels_A)
+
+
+def detached(model: PreTrainedModel, batch: PackedBatch) -> PackedBatch:
+    return replace(batch, layout=replace(batch.layout, detach_context=True))
+
+
+def over_prefix(model: PreTrainedModel, batch: PackedBatch) -> PackedBatch:
+    """The row of `pack_over_prefix`, its prefixes encoded by the model as it is."""
+    segments, own, prefixes = pieces(batch)
+    kv_TL2HD = torch.cat([encode_chunk(model, ids.tolist()) for ids in segments])
+    first_own = sum(batch.layout.segment_lengths)
+    layout = replace(
+        batch.layout,
+        segment_lengths=(),
+        prefix_rows_P=None,
+        prefix_kv_PL2HD=kv_TL2HD[torch.cat(prefixes)],
+    )
+    return replace(
+        batch,
+        input_ids=torch.cat(own)[None],
+        position_ids=batch.position_ids[:, first_own:],
+        layout=layout,
+        answer_rows_A=batch.answer_rows_A - first_own,
+    )
 
 
 def two_pass(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
@@ -159,7 +188,8 @@ def plain_rows(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
 
 WAYS: dict[str, Callable[[PreTrainedModel, PackedBatch], Tensor]] = {
     way.__name__: way for way in (packed, two_pass, dense, plain, plain_rows)
-}
+} | {"detach": packed, "frozen": packed}
+ROWS = {"detach": detached, "frozen": over_prefix}
 
 
 def row_lengths(batch: PackedBatch) -> list[int]:
@@ -181,6 +211,8 @@ def answer_loss(model: PreTrainedModel, own_hidden: Tensor, batch: PackedBatch) 
 
 def step(way: str, model: PreTrainedModel, batch: PackedBatch) -> tuple[float, float]:
     """(seconds, loss) of one forward and backward."""
+    if way in ROWS:
+        batch = ROWS[way](model, batch)
     start = time.perf_counter()
     loss = WAYS[way](model, batch)
     loss.backward()
@@ -231,11 +263,9 @@ def main() -> None:
             taken, losses[way] = step(way, model, batch)
             seconds[way].append(taken)
             print(f"{way}: {taken:.2f} s", file=sys.stderr)
-        if (
-            abs(losses.get("two_pass", losses["packed"]) - losses["packed"])
-            > 1e-4 * losses["packed"]
-        ):
-            raise SystemExit(f"two_pass and packed disagree: {losses}")
+        for way in ("two_pass", "detach", "frozen"):
+            if abs(losses.get(way, losses["packed"]) - losses["packed"]) > 1e-4 * losses["packed"]:
+                raise SystemExit(f"{way} and packed disagree: {losses}")
     # Each micro-batch gives one ratio, measured within seconds; the median sheds disturbances.
     ratios = {
         way: statistics.median(
@@ -258,6 +288,7 @@ def main() -> None:
         "environment": environment(),
         "arguments": options.arguments,
         "tokens_a_micro_batch": [batch.tokens for batch in batches],
+        "tokens_of_frozen": [sum(batch.layout.own_lengths) for batch in batches],
         "median_seconds": {way: statistics.median(values) for way, values in seconds.items()},
         "speed_of_packed_relative_to": ratios,
         "peak_memory_gib": memory,

@@ -7,7 +7,7 @@ from tiny import tiny_model
 from cache_ops.assemble import assemble
 from cache_ops.attention import enable_packed
 from cache_ops.encode import encode_chunk
-from cache_ops.packing import Example, pack
+from cache_ops.packing import Example, pack, pack_over_prefix
 from cache_ops.plan import PROMPT, Span, plan_prefix
 from cache_ops.rope import Rope
 
@@ -37,6 +37,17 @@ def test_shared_chunks_stand_once_and_end_after_their_last_used_token(model) -> 
     assert batch.tokens == 18
 
 
+def test_a_row_over_given_prefixes_holds_own_tokens_alone(model) -> None:
+    examples = [example(Span("a", 2, 5)), example(Span("a", 4, 8))]
+    prefix_kv = torch.zeros(11, 2, 2, 2, 16)
+    batch = pack_over_prefix(examples, prefix_kv, Rope.from_config(model.config))
+    assert batch.layout.segment_lengths == ()
+    assert batch.input_ids[0].tolist() == [3, 4, 5, 6] * 2
+    assert batch.position_ids[0].tolist() == [5, 6, 7, 8, 6, 7, 8, 9]
+    assert batch.answer_rows_A.tolist() == [1, 2, 5, 6]
+    assert batch.to(torch.device("cpu")).layout.prefix_kv_PL2HD is prefix_kv
+
+
 def test_logits_come_at_answer_positions_only(model) -> None:
     batch = pack([example(Span("b", 0, 3))], CHUNKS, Rope.from_config(model.config))
     enable_packed(model)
@@ -53,6 +64,8 @@ def test_mistakes_are_refused(model) -> None:
     beyond = example(Span("b", 8, 11))
     with pytest.raises(ValueError, match=r"beyond the 10 tokens of chunk 'b'"):
         pack([beyond], CHUNKS, rope)
+    with pytest.raises(ValueError, match="the plans have 5 prefix tokens, the keys and values 4"):
+        pack_over_prefix([example(Span("b", 0, 3))], torch.zeros(4, 2, 2, 2, 16), rope)
     encoded = {name: encode_chunk(tiny_model("llama"), ids) for name, ids in CHUNKS.items()}
     with pytest.raises(ValueError, match=r"beyond the 10 cached tokens of chunk 'b'"):
         assemble(beyond.plan, encoded, rope)

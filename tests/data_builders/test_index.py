@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from data_builders import index
 from data_builders.encoded import unit_rows
-from data_builders.index import search, write_vectors
+from data_builders.index import map_vectors, search, write_vectors
 from data_builders.retrieval import SCORE_DECIMALS
 
 
@@ -52,10 +52,11 @@ def test_search_is_brute_force_with_ties_across_blocks_and_the_cut(
         patch.setattr(index, "BLOCK_BYTES", block_rows * 8 * 4)
         patch.setattr(index, "MARGIN", margin)
         patch.setattr(index, "PIECE_ROWS", 7)
-        ids, scores = search(path, queries, count)
+        found = [search(source, queries, count) for source in (path, map_vectors(path))]
     expected_ids, expected_scores = brute_force(vectors, queries, count)
-    assert ids.tolist() == expected_ids
-    assert scores.tolist() == expected_scores
+    for ids, scores in found:
+        assert ids.tolist() == expected_ids
+        assert scores.tolist() == expected_scores
 
 
 def test_a_text_that_stands_a_thousand_times_goes_by_row(tmp_path):
@@ -107,3 +108,18 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
         tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]
     assert peaks[1] < 4 * index.BLOCK_BYTES
+
+
+def test_mapped_vectors_are_not_read_again_and_a_file_cut_short_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "vectors.npy"
+    rows = made_rows(1, 40, 40, 8)
+    write_vectors(path, [rows])
+    mapped = map_vectors(path)
+    monkeypatch.setattr(np, "fromfile", None)
+    assert search(mapped, rows[:1], 1)[0].tolist() == [[0]]
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 4)
+    with pytest.raises(ValueError, match="mmap length is greater than file size"):
+        map_vectors(path)
+    write_vectors(path, [])
+    assert map_vectors(path).shape == (0, 0)

@@ -12,8 +12,8 @@ from tiny import tiny_model
 import data_builders.build
 import eval.compare
 from cache_ops.hf import ModelNotFoundError
+from data_builders import kv
 from data_builders.tables import Chunk
-from eval import engine
 from eval.answers import Answer, read_answers
 from eval.compare import compare
 from eval.runner import Runner
@@ -185,18 +185,20 @@ def test_systems_take_turns_and_share_the_encoded_chunks(
     recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
-    encode = engine.encode_chunks
+    encode = kv.encode_chunk
 
-    def counted(model: Any, chunks: Any) -> Any:
-        texts = list(chunks)
-        encoded.append(len(texts))
-        return encode(model, texts)
+    def counted(model: Any, token_ids: Any) -> Any:
+        encoded.append(len(token_ids))
+        return encode(model, token_ids)
 
-    monkeypatch.setattr(engine, "encode_chunks", counted)
+    monkeypatch.setattr(kv, "encode_chunk", counted)
     config = recipe(checkpoints=["base"], warmup_questions=2)
-    compare(config)
-    # The prompt once for the checkpoint, then three chunks for each of 2 warm-up and 5 questions.
-    assert encoded == [1, *[3] * 7]
+    result = compare(config)
+    # The prompt and the three chunks that all questions have.
+    assert len(encoded) == 4
+    assert encoded[1:] != encoded[:3]
+    # The warm-up has encoded all of them.
+    assert result["offline"]["base"]["chunk_tokens"] == 0
     answers = read_answers(output(config) / "answers.jsonl")
     first = [answers[3 * number].system for number in range(5)]
     assert first == ["standard_rag", "turborag", "coinrag", "standard_rag", "turborag"]
@@ -247,3 +249,31 @@ def test_a_foreign_file_in_place_of_the_answers_is_refused(recipe: MakeRecipe) -
     with pytest.raises(UserError, match=r"answers\.jsonl:1"):
         compare(config)
     assert (output(config) / "answers.jsonl").read_text() == '{"something": "else"}\n'
+
+
+def test_slices_from_a_store_give_the_answers_of_memory_and_are_loaded_inside_the_clock(
+    recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    config = recipe()
+    compare(config)
+    in_memory = read_answers(output(config) / "answers.jsonl")
+    store = config.store.model_copy(update={"folder": str(tmp_path / "kv")})
+    stored = config.model_copy(update={"store": store})
+    compare(stored)
+    from_disk = read_answers(output(config) / "answers.jsonl")
+    assert without_times(from_disk) == without_times(in_memory)
+    assert {answer.key for answer in from_disk}.isdisjoint(a.key for a in in_memory)
+    for answer in from_disk:
+        # fp32 keys and values of 2 layers, 2 heads and 16 dimensions.
+        cached = answer.active_tokens if answer.system != "standard_rag" else 0
+        assert answer.bytes_read == cached * 2 * 2 * 2 * 16 * 4
+        assert 0 < answer.load_ms < answer.ttft_ms
+    assert all(answer.bytes_read == 0 for answer in in_memory)
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["base", "fine_tuned"]
+
+
+def test_a_memory_tier_that_cannot_hold_a_question_is_refused(recipe: MakeRecipe) -> None:
+    config = recipe()
+    store = config.store.model_copy(update={"memory_gib": 1e-6})
+    with pytest.raises(UserError, match=r"store\.memory_gib"):
+        compare(config.model_copy(update={"store": store}))

@@ -1,124 +1,221 @@
-from collections.abc import Sequence
+"""The engine end to end, over a small real build and a store on disk."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-import torch
-from tiny import ARCHITECTURES, tiny_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from prometheus_client.parser import text_string_to_metric_families
+from small import data_row, encode_words, save_stand_ins, tiny_tokenizer, write_rows
+from tiny import tiny_model
 
-from cache_ops.plan import PROMPT
-from cache_ops.rope import Rope
-from data_builders.prompt import PromptTemplate
-from data_builders.tables import Chunk
-from eval import engine
-from eval.systems import SYSTEMS, Question, Request, Width
-from recipes.building import RetrievalConfig
-from recipes.schema import PromptConfig
+from cache_ops.store_errors import ForeignStoreError
+from data_builders import workers
+from data_builders.build import build, load_built
+from eval import retriever
+from eval.engine import Engine, Reply
+from recipes.schema import Recipe
 
-RETRIEVAL = RetrievalConfig(encoder="none")
-WIDTH = Width(k_c=3, k=4)
+QUESTIONS = [f"Where was Persond{number}x1 born?" for number in range(20, 26)]
 
 
 @pytest.fixture(scope="module")
-def template(tokenizer: PreTrainedTokenizerBase) -> PromptTemplate:
-    config = PromptConfig(before_passages="Answer. ", after_passages=" Question: {question}")
-    return PromptTemplate(tokenizer, config)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints' weights, and data."""
+    folder = tmp_path_factory.mktemp("engine")
+    save_stand_ins(folder)
+    tokenizer = tiny_tokenizer()
+    for path, seed in ((folder / "model", 1), (folder / "run" / "checkpoint", 2)):
+        tiny_model("llama", seed=seed, vocabulary=len(tokenizer)).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    for split, numbers in {"train": range(2), "dev": range(20, 26)}.items():
+        write_rows(folder / f"{split}.jsonl", [data_row(number) for number in numbers])
+    return folder
 
 
-def greedy_without_cache(model: PreTrainedModel, ids: Sequence[int], count: int) -> list[int]:
-    """The plain way: every token by a forward over the whole text."""
-    text = list(ids)
-    for _ in range(count):
-        with torch.no_grad():
-            text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
-    return text[len(ids) :]
+@pytest.fixture(scope="module")
+def _words_encoder() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (workers, retriever):
+            patch.setattr(module, "load_encoder", lambda config, threads: encode_words)
+        yield
 
 
-def serve(
-    model: PreTrainedModel,
-    request: Request,
-    chunks: Sequence[Chunk],
-    prompt_ids: Sequence[int],
-    *,
-    stop_ids: frozenset[int] = frozenset(),
-    max_new_tokens: int = 12,
-) -> engine.Completion:
-    texts = [(PROMPT, prompt_ids), *((c.chunk_id, c.token_ids) for c in chunks)]
-    chunk_kv, _ = engine.encode_chunks(model, texts)
-    return engine.answer(
-        model,
-        Rope.from_config(model.config),
-        request.plan,
-        request.online_ids,
-        chunk_kv,
-        stop_ids=stop_ids,
-        max_new_tokens=max_new_tokens,
-    )
+def recipe(folder: Path, **sections: dict) -> Recipe:
+    values = {
+        "name": "engine",
+        "model": {"path": str(folder / "model")},
+        "data": {
+            "train": [str(folder / "train.jsonl")],
+            "dev": [str(folder / "dev.jsonl")],
+            "built_root": str(folder / "built"),
+            "chunk_tokens": 64,
+        },
+        "retrieval": {"encoder": str(folder / "encoder"), "k_c": 3, "k": 4},
+        "train": {"run_folder": str(folder / "run")},
+        "eval": {"max_new_tokens": 8, "concurrent_requests": 3},
+    }
+    return Recipe.model_validate(values | sections)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_standard_rag_decodes_as_a_plain_loop_does(
-    architecture: str, question: Question, template: PromptTemplate
+@pytest.fixture(scope="module")
+def config(folder: Path, _words_encoder: object) -> Recipe:
+    made = recipe(folder)
+    build(made, "dev")
+    assert len(load_built(made, "dev").samples) == len(QUESTIONS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(config: Recipe) -> list[Reply]:
+    """What one client is told, from slices in memory."""
+    with Engine.open(config) as engine:
+        return [engine.answer(question) for question in QUESTIONS]
+
+
+def test_replies_say_what_they_were_made_of(alone: list[Reply]) -> None:
+    first = alone[0].report
+    assert (first.k_c, first.k, first.system, first.checkpoint) == (3, 4, "coinrag", "base")
+    assert first.tokens_computed == first.active_tokens > 0
+    assert first.new_tokens == len(alone[0].token_ids) > 0
+    assert sum(first.stage_ms.values()) == pytest.approx(first.ttft_ms, rel=0.02)
+    assert first.ttft_ms <= first.total_ms
+    assert len({reply.answer for reply in alone}) > 1, "equal answers would prove little"
+    # The prompt is in memory after the first question.
+    assert all(reply.report.tokens_memory > 0 for reply in alone[1:])
+
+
+@pytest.mark.parametrize("keep", ["nuggets", "chunks"])
+def test_a_store_answers_alike_and_again_after_a_restart(
+    config: Recipe, folder: Path, alone: list[Reply], keep: str, tmp_path: Path
 ) -> None:
-    model = tiny_model(architecture, seed=4)
-    request = SYSTEMS["standard_rag"].request(question, WIDTH, template, RETRIEVAL)
-    expected_ids = [
-        *template.prompt_ids,
-        *(token for chunk in question.chunks for token in chunk.token_ids),
-        *template.query_ids(question.question),
-    ]
-    assert list(request.online_ids) == expected_ids
-    completion = serve(model, request, question.chunks, template.prompt_ids)
-    assert completion.token_ids == greedy_without_cache(model, expected_ids, 12)
-    assert len(set(completion.token_ids)) > 1, "a constant answer would prove little"
-    assert not completion.stopped
-    assert completion.ttft_ms > 0
+    store = {"folder": str(tmp_path), "memory_gib": 0.0, "keep": keep}
+    with_store = recipe(folder, store=store)
+    for opened in range(2):
+        with Engine.open(with_store) as engine:
+            replies = [engine.answer(question) for question in QUESTIONS]
+        assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in alone]
+        for reply in replies if opened else []:
+            report = reply.report
+            assert (report.tokens_disk, report.tokens_computed) == (report.active_tokens, 0)
+            # fp32 keys and values of 2 layers, 2 heads and 16 dimensions.
+            assert report.bytes_read == report.active_tokens * 2 * 2 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_one_cached_chunk_without_a_prompt_answers_as_full_prefill(
-    architecture: str, question: Question, template: PromptTemplate
+@pytest.mark.parametrize("system", ["turborag", "standard_rag"])
+def test_every_system_is_served(config: Recipe, system: str) -> None:
+    with Engine.open(config, "base", system) as engine:
+        reply = engine.answer(QUESTIONS[0])
+    assert (reply.report.k, reply.report.system) == (None, system)
+    assert reply.report.active_tokens > 0
+
+
+def test_many_clients_get_the_answers_of_one(config: Recipe, alone: list[Reply]) -> None:
+    with Engine.open(config) as engine, ThreadPoolExecutor(8) as clients:
+        found = list(clients.map(engine.answer, QUESTIONS * 3))
+        together = engine.answer_all(QUESTIONS)
+    assert [reply.token_ids for reply in found] == [reply.token_ids for reply in alone] * 3
+    assert [reply.token_ids for reply in together] == [reply.token_ids for reply in alone]
+    assert max(reply.report.batch_requests for reply in [*found, *together]) > 1
+
+
+def test_streamed_text_is_the_answer(config: Recipe, alone: list[Reply]) -> None:
+    with Engine.open(config) as engine:
+        for question, expected in zip(QUESTIONS, alone, strict=True):
+            asked = engine.ask(question)
+            assert "".join(asked).strip() == expected.answer
+            assert asked.reply().token_ids == expected.token_ids
+
+
+def test_what_goes_wrong_with_one_question_does_not_touch_others(
+    config: Recipe, alone: list[Reply], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(architecture, seed=4)
-    template.prompt_ids, kept = [], template.prompt_ids
-    try:
-        width = Width(k_c=1, k=None)
-        cached, computed = (
-            SYSTEMS[name].request(question, width, template, RETRIEVAL)
-            for name in ("turborag", "standard_rag")
+    with Engine.open(config) as engine:
+        retrieve = engine._retriever.retrieve
+
+        def failing(question: str):
+            if question == "?":
+                raise RuntimeError("no such question")
+            return retrieve(question)
+
+        monkeypatch.setattr(engine._retriever, "retrieve", failing)
+        asked = [engine.ask(question) for question in (QUESTIONS[0], "?", QUESTIONS[1])]
+        assert [one.reply().token_ids for one in asked[::2]] == [
+            reply.token_ids for reply in alone[:2]
+        ]
+        with pytest.raises(RuntimeError, match="no such question"):
+            asked[1].reply()
+        with pytest.raises(RuntimeError, match="no such question"):
+            list(asked[1])
+        samples = metrics(engine)
+    labels = (("checkpoint", "base"), ("system", "coinrag"))
+    assert samples["coinrag_failed_requests_total", labels] == 1
+    assert samples["coinrag_requests_total", labels] == 2
+
+
+def metrics(engine: Engine) -> dict:
+    families = text_string_to_metric_families(engine.prometheus_text())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_requests_are_logged_and_summed(config: Recipe, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    with Engine.open(config, log=log) as engine:
+        replies = engine.answer_all(QUESTIONS[:3])
+        samples = metrics(engine)
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    by_question = {line["question"]: line for line in lines}
+    assert by_question.keys() == set(QUESTIONS[:3])
+    for reply in replies:
+        assert by_question[reply.report.question]["answer"] == reply.answer
+    for source in ("memory", "disk", "computed"):
+        assert samples["coinrag_prefix_tokens_total", (("source", source),)] == sum(
+            line[f"tokens_{source}"] for line in lines
         )
-    finally:
-        template.prompt_ids = kept
-    assert cached.active_tokens == computed.active_tokens == len(question.chunks[0].token_ids)
-    answers = [serve(model, request, question.chunks, []) for request in (cached, computed)]
-    assert answers[0].token_ids == answers[1].token_ids
+    stages = {
+        dict(labels)["stage"] for name, labels in samples if name.endswith("stage_seconds_sum")
+    }
+    assert stages == set(lines[0]["stage_ms"])
 
 
-def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(
-    question: Question, template: PromptTemplate
+def test_a_closed_engine_has_answered_what_was_asked_and_takes_nothing_more(
+    config: Recipe, alone: list[Reply]
 ) -> None:
-    model = tiny_model(seed=4)
-    request = SYSTEMS["coinrag"].request(question, WIDTH, template, RETRIEVAL)
-    free = serve(model, request, question.chunks, template.prompt_ids).token_ids
-    stop = next(token for token in free if token != free[0])
-    stopped = serve(
-        model, request, question.chunks, template.prompt_ids, stop_ids=frozenset({stop})
-    )
-    assert stopped.stopped
-    assert stopped.token_ids == free[: free.index(stop)]
-    at_once = serve(
-        model, request, question.chunks, template.prompt_ids, stop_ids=frozenset({free[0]})
-    )
-    assert (at_once.token_ids, at_once.stopped) == ([], True)
-    limited = serve(model, request, question.chunks, template.prompt_ids, max_new_tokens=1)
-    assert (limited.token_ids, limited.stopped) == (free[:1], False)
+    engine = Engine.open(config)
+    asked = [engine.ask(question) for question in QUESTIONS]
+    engine.close()
+    engine.close()
+    assert [one.reply().token_ids for one in asked] == [reply.token_ids for reply in alone]
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.ask("?")
+    assert "engine" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_chunk_named_twice_is_encoded_once_and_an_empty_one_not_at_all() -> None:
-    model = tiny_model()
-    chunk_kv, milliseconds = engine.encode_chunks(
-        model, [("a", [1, 2, 3]), ("a", [1, 2, 3]), ("b", [])]
-    )
-    config = model.config
-    assert set(chunk_kv) == {"a"}
-    assert chunk_kv["a"].shape[:4] == (3, config.num_hidden_layers, 2, config.num_key_value_heads)
-    assert milliseconds > 0
+def test_a_store_of_other_weights_is_refused(config: Recipe, folder: Path, tmp_path: Path) -> None:
+    with_store = recipe(folder, store={"folder": str(tmp_path)})
+    with Engine.open(with_store) as engine:
+        engine.answer(QUESTIONS[0])
+    (tmp_path / "base").rename(tmp_path / "fine_tuned")
+    with pytest.raises(ForeignStoreError, match="weights"):
+        Engine.open(with_store, "fine_tuned")
+
+
+def test_a_model_trained_over_frozen_context_serves_from_the_base_store(
+    config: Recipe, folder: Path, tmp_path: Path
+) -> None:
+    store = {"folder": str(tmp_path), "memory_gib": 0.0}
+    with Engine.open(recipe(folder, store=store)) as engine:
+        engine.answer_all(QUESTIONS)
+    frozen = recipe(folder, store=store, context={"gradient": "frozen"})
+    with Engine.open(frozen, "fine_tuned") as engine:
+        replies = engine.answer_all(QUESTIONS)
+    assert all(reply.report.tokens_computed == 0 for reply in replies)
+    assert not (tmp_path / "fine_tuned").exists()
+    with Engine.open(recipe(folder), "fine_tuned") as engine:
+        own = engine.answer_all(QUESTIONS)
+    assert [reply.token_ids for reply in replies] != [reply.token_ids for reply in own]

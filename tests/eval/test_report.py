@@ -25,6 +25,8 @@ ANSWER = Answer(
     f1=0.0,
     em=0.0,
     ttft_ms=10.0,
+    load_ms=2.0,
+    bytes_read=4096,
     active_tokens=100,
     new_tokens=3,
     stopped=True,
@@ -115,7 +117,7 @@ def test_the_table_is_aligned_and_complete(answers: list[Answer]) -> None:
     assert len({len(line) for line in table[1:]}) == 1
     tuned = re.split(r"\s{2,}", table[4])
     assert tuned[:4] == ["CoinRAG", "5/10", "fine-tuned", "75.0"]
-    assert tuned[-3:] == ["39.7", "100", "0%"]
+    assert tuned[-4:] == ["39.7", "2.0", "100", "0%"]
     assert "+50.0 [+50.0, +50.0]" in text
     assert "gold: Ines Varga | Varga" in text
     assert "Ines Varga\n" in text, "an answer stays on its line"

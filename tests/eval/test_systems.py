@@ -29,7 +29,7 @@ def test_coinrag_over_whole_chunks_is_turborag(
     coinrag = SYSTEMS["coinrag"].request(whole, Width(3, 3), template, RETRIEVAL)
     turborag = SYSTEMS["turborag"].request(whole, Width(3, None), template, RETRIEVAL)
     assert coinrag.plan == turborag.plan
-    assert coinrag.online_ids == turborag.online_ids
+    assert coinrag.context_ids == turborag.context_ids == []
     assert coinrag.active_tokens == turborag.active_tokens
 
 
@@ -55,7 +55,7 @@ def test_coinrag_serves_the_best_nuggets_of_the_best_chunks(
         last.nugget_texts[0],
     ]
     assert request.active_tokens == p + 32
-    assert request.online_ids == template.query_ids(question.question)
+    assert request.context_ids == []
 
 
 def test_a_narrower_width_looks_at_fewer_chunks(

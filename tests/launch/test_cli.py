@@ -16,6 +16,17 @@ ROOT = Path(launch.__file__).resolve().parent.parent
 
 # A change here is a change of the public command line: say so in its commit.
 SURFACE = {
+    "ask": [
+        "--checkpoint",
+        "--help",
+        "--json",
+        "--log",
+        "--metrics",
+        "--question",
+        "--system",
+        "-h",
+        "RECIPE|KEY=VALUE",
+    ],
     "build": [
         "--help",
         "--json",
@@ -26,9 +37,31 @@ SURFACE = {
         "-h",
         "RECIPE|KEY=VALUE",
     ],
+    "cache build": [
+        "--checkpoint",
+        "--help",
+        "--json",
+        "--remove-others",
+        "-h",
+        "RECIPE|KEY=VALUE",
+    ],
+    "cache export": ["--dtype", "--help", "--json", "-h", "OUT", "STORE"],
+    "cache gc": ["--help", "--json", "-h", "STORE"],
+    "cache stat": ["--help", "--json", "-h", "STORE"],
+    "cache verify": ["--help", "--json", "--model", "-h", "STORE"],
     "compare": ["--help", "--json", "-h", "RECIPE|KEY=VALUE"],
     "train": ["--help", "--json", "--processes", "-h", "RECIPE|KEY=VALUE"],
-    "world": ["--dev", "--help", "--json", "--passages", "--seed", "--train", "-h", "OUT"],
+    "world": [
+        "--conversations",
+        "--dev",
+        "--help",
+        "--json",
+        "--passages",
+        "--seed",
+        "--train",
+        "-h",
+        "OUT",
+    ],
 }
 
 
@@ -40,19 +73,22 @@ def _coinrag(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-def test_command_line_surface_is_pinned() -> None:
-    [commands] = [
-        action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction)
-    ]
-    surface = {
-        name: sorted(
-            word
-            for action in command._actions
-            for word in action.option_strings or [action.metavar]
-        )
-        for name, command in commands.choices.items()
+def _surface(parser: argparse.ArgumentParser, name: str = "") -> dict[str, list[str]]:
+    """The flags and arguments of each command, those of commands inside commands too."""
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        words = [word for a in parser._actions for word in a.option_strings or [a.metavar]]
+        return {name: sorted(map(str, words))}
+    return {
+        inner: words
+        for group in groups
+        for command, inside in group.choices.items()
+        for inner, words in _surface(inside, f"{name} {command}".strip()).items()
     }
-    assert surface == SURFACE
+
+
+def test_command_line_surface_is_pinned() -> None:
+    assert _surface(cli.parser()) == SURFACE
 
 
 def test_help_needs_nothing_heavy() -> None:
@@ -70,6 +106,9 @@ def test_flags_may_stand_among_the_arguments() -> None:
     parsed = cli.parse(["train", "a", "--json", "k=v", "--processes", "2", "x.y=-1"])
     assert parsed.arguments == ["a", "k=v", "x.y=-1"]
     assert (parsed.json, parsed.processes) == (True, 2)
+    parsed = cli.parse(["cache", "build", "a", "--remove-others", "k=v", "--json", "l=w"])
+    assert parsed.arguments == ["a", "k=v", "l=w"]
+    assert (parsed.json, parsed.remove_others) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +123,13 @@ def test_flags_may_stand_among_the_arguments() -> None:
         ["train", "quickstart", "--processes", "0"],
         ["world", "a", "b"],
         ["world", "a", "--train", "x"],
+        ["world", "a", "--passages", "500", "--conversations", "2"],
+        ["cache"],
+        ["cache", "build"],
+        ["cache", "verify"],
+        ["cache", "stat", "a", "b"],
+        ["cache", "export", "a", "b", "--dtype", "int4"],
+        ["ask", "quickstart", "--system", "rag"],
     ],
 )
 def test_usage_errors_end_with_two(
@@ -95,9 +141,9 @@ def test_usage_errors_end_with_two(
     assert "usage: coinrag" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["build", "train", "compare"])
+@pytest.mark.parametrize("command", ["build", "train", "compare", "ask", "cache build"])
 def test_wrong_recipe_ends_with_two_and_one_message(command: str) -> None:
-    done = _coinrag(command, "quickstart", "train.epoch=2", "--json", "seed=x")
+    done = _coinrag(*command.split(), "quickstart", "train.epoch=2", "--json", "seed=x")
     assert done.returncode == 2
     assert done.stderr.startswith("error: 2 mistakes in the recipe:\n")
     assert "Traceback" not in done.stderr
@@ -177,3 +223,12 @@ def test_world_is_written_where_asked(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["folder"] == "out"
     rows = [(tmp_path / "out" / f"{split}.jsonl").read_text("utf-8") for split in ("train", "dev")]
     assert [len(text.splitlines()) for text in rows] == [3, 2]
+
+
+def test_conversations_are_written_beside_the_world(tmp_path: Path) -> None:
+    words = ["world", "out", "--train", "3", "--dev", "30", "--conversations", "4", "--json"]
+    done = _coinrag(*words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["conversations"] == 4
+    told = (tmp_path / "out" / "conversations.jsonl").read_text("utf-8")
+    assert len(told.splitlines()) == 4

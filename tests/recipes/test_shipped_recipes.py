@@ -15,18 +15,20 @@ SURFACE = """
 build.executor build.ray_address build.ray_gpus_a_worker build.ray_workers context.gradient
 data.built_root data.chunk_tokens data.corpus data.dev data.dev_format data.dev_rows_per_file
 data.format data.train data.train_rows_per_file eval.bootstrap_resamples eval.checkpoints
-eval.max_new_tokens eval.output eval.systems eval.warmup_questions eval.widths model.dtype
-model.path name nuggets.extractor nuggets.fuzzy_threshold nuggets.llm.api_key_variable
-nuggets.llm.attempts nuggets.llm.base_url nuggets.llm.concurrent_requests nuggets.llm.input_price
-nuggets.llm.max_cost nuggets.llm.max_output_tokens nuggets.llm.max_requests
-nuggets.llm.max_total_tokens nuggets.llm.model nuggets.llm.output nuggets.llm.output_price
-nuggets.llm.temperature nuggets.llm.timeout_seconds nuggets.local_model.batch_size
-nuggets.local_model.device nuggets.local_model.dtype nuggets.local_model.max_new_tokens
-nuggets.local_model.path prompt.after_passages prompt.before_passages prompt.system
-raft.noise_probability retrieval.batch_size retrieval.bm25 retrieval.candidates retrieval.device
-retrieval.encoder retrieval.encoder_kind retrieval.k retrieval.k_c retrieval.order
-retrieval.overlap retrieval.selection retrieval.weights.colbert retrieval.weights.dense
-retrieval.weights.sparse seed train.effective_batch_samples train.epochs
+eval.concurrent_requests eval.max_new_tokens eval.output eval.systems eval.warmup_questions
+eval.widths model.dtype model.path name nuggets.extractor nuggets.fuzzy_threshold
+nuggets.llm.api_key_variable nuggets.llm.attempts nuggets.llm.base_url
+nuggets.llm.concurrent_requests nuggets.llm.input_price nuggets.llm.max_cost
+nuggets.llm.max_output_tokens nuggets.llm.max_requests nuggets.llm.max_total_tokens
+nuggets.llm.model nuggets.llm.output nuggets.llm.output_price nuggets.llm.temperature
+nuggets.llm.timeout_seconds nuggets.local_model.batch_size nuggets.local_model.device
+nuggets.local_model.dtype nuggets.local_model.max_new_tokens nuggets.local_model.path
+prompt.after_passages prompt.before_passages prompt.system raft.noise_probability
+retrieval.batch_size retrieval.bm25 retrieval.candidates retrieval.device retrieval.encoder
+retrieval.encoder_kind retrieval.k retrieval.k_c retrieval.order retrieval.overlap
+retrieval.selection retrieval.weights.colbert retrieval.weights.dense retrieval.weights.sparse
+seed store.check_reads store.dtype store.folder store.keep store.max_gib store.memory_gib
+store.read_threads store.shard_mib store.when_full train.effective_batch_samples train.epochs
 train.gradient_checkpointing train.learning_rate train.log_every_steps train.lora.alpha
 train.lora.dropout train.lora.rank train.lora.target_modules train.max_grad_norm
 train.max_length_tokens train.max_steps train.micro_batch_samples train.mixed_precision

@@ -1,0 +1,224 @@
+"""Attention of one or many requests over cached prefixes, registered as `coinrag_cached`.
+
+Requests of different lengths stand in one row without padding: linear layers see all tokens, and
+attention goes request by request over that request's own keys. What is visible is decided by
+positions alone. A prefix is laid layer by layer: on a CPU just before the layer attends to it, on
+CUDA ahead of the forward pass on a stream of its own, so that the first layers need not wait for
+the last.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from cache_ops.assemble import Rotation
+from cache_ops.plan import PrefixPlan
+from cache_ops.rope import Rope
+
+CACHED = "coinrag_cached"
+
+
+def enable_cached(model: PreTrainedModel) -> None:
+    """Makes the model's forward one of `forward_cached`."""
+    model.set_attn_implementation(CACHED)
+
+
+class RequestCache:
+    """Keys and values of one request: its prefix, then every token computed over it.
+
+    Attributes:
+        next_position: where the next computed token will stand.
+        rotate_seconds, copy_seconds: what laying the prefix has taken so far; on CUDA, queueing it.
+    """
+
+    def __init__(self, plan: PrefixPlan, kv_TL2HD: Tensor | None, rope: Rope, *, room: int) -> None:
+        """Prepares a cache; nothing is copied on a CPU until a layer asks.
+
+        Args:
+            plan: the prefix.
+            kv_TL2HD: its tokens in its order, at chunk positions (see `assemble.gather`), in any
+                floating dtype, on the model's device; None for an empty plan.
+            rope: the model's RoPE.
+            room: how many tokens will be computed over the prefix at most.
+        """
+        assert (0 if kv_TL2HD is None else len(kv_TL2HD)) == plan.tokens, "plan and tokens differ"
+        self.next_position = plan.length
+        self.rotate_seconds = self.copy_seconds = 0.0
+        self._prefix_TL2HD = kv_TL2HD
+        self._rotation = None
+        if kv_TL2HD is not None:
+            self._rotation = Rotation.of(plan, rope, kv_TL2HD.device)
+        self._tokens = plan.tokens
+        positions = [
+            torch.arange(piece.end - piece.start) + piece.position for piece in plan.slices
+        ]
+        self._positions_C = torch.cat([*positions, torch.arange(room) + plan.length])
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._laid: dict[int, torch.cuda.Event] = {}
+
+    def lay_ahead(self, dtype: torch.dtype, stream: "torch.cuda.Stream") -> None:
+        """Queues all layers on another CUDA stream; each layer's attention waits for its own."""
+        assert self._prefix_TL2HD is not None, "an empty prefix has nothing to lay"
+        consumer = torch.cuda.current_stream()
+        stream.wait_stream(consumer)
+        with torch.cuda.stream(stream):
+            _, layers, _, heads, dimensions = self._prefix_TL2HD.shape
+            like = self._prefix_TL2HD.new_empty((1, heads, 0, dimensions), dtype=dtype)
+            for layer in range(layers):
+                self._layers[layer] = self._lay(layer, like)
+                self._laid[layer] = torch.cuda.Event()
+                self._laid[layer].record(stream)
+                for states in self._layers[layer]:
+                    states.record_stream(consumer)
+
+    def append(self, layer: int, key_1HTD: Tensor, value_1HTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts computed keys and values behind a layer's others, in place; all of them so far."""
+        if layer not in self._layers:
+            self._layers[layer] = self._lay(layer, key_1HTD)
+        elif layer in self._laid:
+            torch.cuda.current_stream().wait_event(self._laid.pop(layer))
+        end = self._tokens + key_1HTD.shape[2]
+        keys_1HCD, values_1HCD = self._layers[layer]
+        keys_1HCD[:, :, self._tokens : end] = key_1HTD
+        values_1HCD[:, :, self._tokens : end] = value_1HTD
+        return keys_1HCD[:, :, :end], values_1HCD[:, :, :end]
+
+    def visible(self, count: int) -> Tensor | None:
+        """For the next `count` tokens [count, all]: key position <= query position.
+
+        None for a single token, which follows all keys, and for the first tokens of an empty cache,
+        which are plainly causal.
+        """
+        if count == 1 or not self._tokens:
+            return None
+        end = self._tokens + count
+        return self._positions_C[None, :end] <= self._positions_C[self._tokens : end, None]
+
+    def advance(self, count: int) -> None:
+        """Counts `count` tokens as appended in every layer."""
+        self._tokens += count
+        self.next_position += count
+        # Every layer has been laid by now.
+        self._prefix_TL2HD = None
+
+    def _lay(self, layer: int, like_1HTD: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values with room for all tokens, the prefix rotated into them."""
+        shape = (1, like_1HTD.shape[1], len(self._positions_C), like_1HTD.shape[3])
+        keys_1HCD, values_1HCD = like_1HTD.new_empty(shape), like_1HTD.new_empty(shape)
+        if self._prefix_TL2HD is not None and self._rotation is not None:
+            prefix = len(self._prefix_TL2HD)
+            start = time.perf_counter()
+            keys_THD = self._rotation(self._prefix_TL2HD[:, layer, 0])
+            rotated = time.perf_counter()
+            keys_1HCD[0, :, :prefix] = keys_THD.transpose(0, 1)
+            values_1HCD[0, :, :prefix] = self._prefix_TL2HD[:, layer, 1].transpose(0, 1)
+            self.rotate_seconds += rotated - start
+            self.copy_seconds += time.perf_counter() - rotated
+        return keys_1HCD, values_1HCD
+
+
+@dataclass(frozen=True)
+class CachedStep:
+    """What the attention must know of one forward pass; passed to the model as `cached=`."""
+
+    caches: tuple[RequestCache, ...]
+    lengths: tuple[int, ...]
+    visible: tuple[Tensor | None, ...]
+
+
+@torch.inference_mode()
+def forward_cached(
+    model: PreTrainedModel, inputs: Sequence[tuple[RequestCache, Sequence[int]]]
+) -> Tensor:
+    """Computes tokens (at least one a request) at each request's next positions.
+
+    Args:
+        model: one that `enable_cached` has seen.
+        inputs: distinct caches, each with its new tokens; the caches grow by them.
+
+    Returns:
+        logits_BV: for each request, of the token after its last one.
+    """
+    lengths = tuple(len(ids) for _, ids in inputs)
+    device = model.device
+    positions = [
+        torch.arange(cache.next_position, cache.next_position + length)
+        for (cache, _), length in zip(inputs, lengths, strict=True)
+    ]
+    masks = [cache.visible(length) for (cache, _), length in zip(inputs, lengths, strict=True)]
+    step = CachedStep(
+        caches=tuple(cache for cache, _ in inputs),
+        lengths=lengths,
+        visible=tuple(None if mask is None else mask.to(device) for mask in masks),
+    )
+    logits_1BV = model(
+        input_ids=torch.tensor([[token for _, ids in inputs for token in ids]], device=device),
+        position_ids=torch.cat(positions)[None].to(device),
+        cached=step,
+        use_cache=False,
+        logits_to_keep=torch.tensor(lengths, device=device).cumsum(0) - 1,
+    ).logits
+    for cache, length in zip(step.caches, lengths, strict=True):
+        cache.advance(length)
+    return logits_1BV[0]
+
+
+def cached_attention(
+    module: nn.Module,
+    query_1QTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    cached: CachedStep | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attends as `cached` says; returns [1, T, Q, D].
+
+    Raises:
+        ValueError: the model was called without `cached=`, or with a padding mask.
+    """
+    if cached is None or attention_mask is not None:
+        raise ValueError(
+            "this model takes requests over cached prefixes only (forward_cached); "
+            "call set_attn_implementation('sdpa') to use it otherwise"
+        )
+    layer: Any = module.layer_idx
+    lengths = list(cached.lengths)
+    outputs = []
+    for cache, query, key, value, mask in zip(
+        cached.caches,
+        query_1QTD.split(lengths, dim=2),
+        key_1HTD.split(lengths, dim=2),
+        value_1HTD.split(lengths, dim=2),
+        cached.visible,
+        strict=True,
+    ):
+        keys, values = cache.append(layer, key, value)
+        output = scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None and query.shape[2] > 1,
+            scale=scaling,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Visibility is the step's business; transformers builds no mask."""
+
+
+AttentionInterface.register(CACHED, cached_attention)
+AttentionMaskInterface.register(CACHED, _no_mask)

@@ -1,0 +1,284 @@
+"""The index of a store: which chunk's records lie where, who was used last, what is lost.
+
+A chunk whose records were found damaged keeps its row, its tokens and its ranges, and has no shard:
+it is *lost*, counts as missing, and can be computed again. Bytes of a shard that no chunk refers to
+are *dead*; they are never counted in a place of their own, so no count can be wrong.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from cache_ops.shards import HEADER_BYTES
+from cache_ops.store_database import Database, errors_named, index_damaged
+from cache_ops.stored import (
+    Ranges,
+    Stored,
+    chunk_key,
+    count_tokens,
+    pack_ranges,
+    pack_tokens,
+    unpack_ranges,
+    unpack_tokens,
+)
+
+_KEYS_A_QUERY = 500
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard that the index names."""
+
+    id: int
+    name: str
+    bytes: int
+    live_bytes: int
+
+    @property
+    def dead_bytes(self) -> int:
+        """Bytes of records that no chunk refers to."""
+        return self.bytes - HEADER_BYTES - self.live_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """A chunk in a shard; `stored` is None where the row itself is damaged."""
+
+    id: int
+    key: bytes
+    kept: int
+    stored: Stored | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A chunk to be entered."""
+
+    key: bytes
+    token_ids: Sequence[int]
+    ranges: Ranges
+    checksums: bytes
+
+
+class Index:
+    """Queries and changes; changes are made inside `database.transaction()`."""
+
+    def __init__(self, database: Database, record_bytes: int) -> None:
+        self.database = database
+        self._record_bytes = record_bytes
+
+    def lookup(self, keys: Sequence[bytes], checksums: bool = False) -> dict[bytes, Stored]:
+        """The places of those of the chunks that are stored and not lost."""
+        details = ", details.checksums", "JOIN details ON details.chunk = chunks.id"
+        column, join = details if checksums else ("", "")
+        found: dict[bytes, Stored] = {}
+        for row in self._by_key(
+            f"""SELECT chunks.key, name, bytes, offset, ranges, checksum {column}
+                FROM chunks JOIN shards ON shards.id = chunks.shard {join}
+                WHERE chunks.key IN """,
+            keys,
+        ):
+            stored = self._stored(*row)
+            if stored:
+                found[stored.key] = stored
+        return found
+
+    def token_ids(self, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
+        """The tokens of those of the chunks that are known, lost ones too."""
+        query = "SELECT key, token_ids FROM chunks JOIN details ON chunk = chunks.id WHERE key IN "
+        found = {key: unpack_tokens(packed) for key, packed in self._by_key(query, keys)}
+        return {key: tokens for key, tokens in found.items() if chunk_key(tokens) == key}
+
+    def keys(self) -> list[bytes]:
+        """All chunks that are stored and not lost."""
+        return [key for (key,) in self._all("SELECT key FROM chunks WHERE shard IS NOT NULL")]
+
+    def lost(self) -> dict[bytes, Ranges]:
+        """The chunks that are lost, and which of their tokens were kept; () where unknown."""
+        rows = self._all("SELECT key, ranges, checksum FROM chunks WHERE shard IS NULL")
+        return {
+            key: unpack_ranges(packed) if checksum == _lost_checksum(key, packed) else ()
+            for key, packed, checksum in rows
+        }
+
+    def count(self) -> int:
+        """How many chunks are stored and not lost."""
+        return self._one("SELECT count(*) FROM chunks WHERE shard IS NOT NULL")
+
+    def shards(self) -> list[Shard]:
+        """All shards, the oldest first."""
+        query = """SELECT id, name, bytes,
+                          (SELECT coalesce(sum(kept), 0) FROM chunks WHERE shard = shards.id)
+                   FROM shards ORDER BY id"""
+        return [
+            Shard(number, name, size, kept * self._record_bytes)
+            for number, name, size, kept in self._all(query)
+        ]
+
+    def rows(self, shard: Shard) -> list[Row]:
+        """The chunks of a shard with their checksums, by offset."""
+        query = """SELECT id, key, kept, offset, ranges, checksum, checksums
+                   FROM chunks JOIN details ON chunk = id WHERE shard = ? ORDER BY offset"""
+        return [
+            Row(number, key, kept, self._stored(key, shard.name, shard.bytes, *place))
+            for number, key, kept, *place in self._all(query, shard.id)
+        ]
+
+    def broken(self) -> list[tuple[bytes, int]]:
+        """Keys and kept tokens of chunks that refer to parts of the index that are not there."""
+        return self._all(
+            """SELECT key, kept FROM chunks LEFT JOIN shards ON shards.id = shard
+                      LEFT JOIN details ON details.chunk = chunks.id
+               WHERE shard IS NOT NULL AND (shards.id IS NULL OR details.chunk IS NULL)"""
+        )
+
+    def check(self) -> None:
+        """Lets SQLite check its file.
+
+        Raises:
+            IndexDamagedError
+        """
+        ((finding,),) = self._all("PRAGMA quick_check(1)")
+        if finding != "ok":
+            raise index_damaged(self.database.folder, finding)
+
+    def shrink(self) -> None:
+        """Gives free pages back, and the write-ahead log's."""
+        self._all("PRAGMA incremental_vacuum")
+        self._all("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def shard_bytes(self) -> int:
+        """Bytes of all shard files."""
+        return self._one("SELECT coalesce(sum(bytes), 0) FROM shards")
+
+    def live_bytes(self, used_since: int = 0) -> int:
+        """Bytes of the records of chunks that were last used at `used_since` or later."""
+        query = """SELECT coalesce(sum(kept), 0) FROM chunks
+                   WHERE used >= ? AND shard IS NOT NULL"""
+        return self._one(query, used_since) * self._record_bytes
+
+    def last_use(self) -> int:
+        """The largest `used`; 0 in an empty index."""
+        return self._one("SELECT coalesce(max(used), 0) FROM chunks")
+
+    def least_recently_used(self, before: int) -> Iterator[tuple[bytes, int]]:
+        """Keys and record bytes of the chunks last used before `before`, the oldest first."""
+        query = """SELECT key, kept FROM chunks WHERE used < ? AND shard IS NOT NULL
+                   ORDER BY used, id"""
+        with errors_named(self.database.folder):
+            for key, kept in self.database.connection().execute(query, (before,)):
+                yield key, kept * self._record_bytes
+
+    def add_shard(self, name: str, size: int) -> Shard:
+        """Enters a shard file that is complete and durable."""
+        query = "INSERT INTO shards (name, bytes) VALUES (?, ?) RETURNING id"
+        return Shard(self._one(query, name, size), name, size, 0)
+
+    def put(self, shard: Shard, placed: Iterable[tuple[Entry, int]], used: int) -> None:
+        """Enters chunks and their offsets in a new shard, in place of what was known of them."""
+        for entry, offset in placed:
+            packed = pack_ranges(entry.ranges)
+            number = self._one(
+                """INSERT INTO chunks (key, shard, offset, kept, ranges, used, checksum)
+                   VALUES (?, ?, ?, ?, ?, ?, ?)
+                   ON CONFLICT (key) DO UPDATE SET shard = excluded.shard,
+                       offset = excluded.offset, kept = excluded.kept, ranges = excluded.ranges,
+                       used = excluded.used, checksum = excluded.checksum
+                   RETURNING id""",
+                entry.key,
+                shard.id,
+                offset,
+                count_tokens(entry.ranges),
+                packed,
+                used,
+                _checksum(entry.key, shard.name, shard.bytes, offset, packed),
+            )
+            self._change(
+                "INSERT OR REPLACE INTO details VALUES (?, ?, ?)",
+                [(number, pack_tokens(entry.token_ids), entry.checksums)],
+            )
+
+    def move(self, shard: Shard, moved: Iterable[tuple[Stored, int]]) -> None:
+        """Enters the offsets of chunks whose records were copied to a new shard."""
+        rows = []
+        for old, offset in moved:
+            packed = pack_ranges(old.ranges)
+            checksum = _checksum(old.key, shard.name, shard.bytes, offset, packed)
+            rows.append((shard.id, offset, checksum, old.key))
+        self._change("UPDATE chunks SET shard = ?, offset = ?, checksum = ? WHERE key = ?", rows)
+
+    def remove(self, keys: Iterable[bytes]) -> int:
+        """Forgets chunks; returns how many were known."""
+        rows = [(key,) for key in keys]
+        self._change(
+            "DELETE FROM details WHERE chunk = (SELECT id FROM chunks WHERE key = ?)", rows
+        )
+        return self._change("DELETE FROM chunks WHERE key = ?", rows)
+
+    def mark_lost(self, keys: Sequence[bytes]) -> None:
+        """Takes chunks out of their shards; their tokens and ranges stay."""
+        sound = self.lookup(keys)
+        rows = [
+            (_lost_checksum(key, pack_ranges(sound[key].ranges)) if key in sound else None, key)
+            for key in keys
+        ]
+        self._change(
+            "UPDATE chunks SET shard = NULL, offset = NULL, checksum = ? WHERE key = ?", rows
+        )
+
+    def mark_used(self, uses: Iterable[tuple[int, bytes]]) -> None:
+        """Notes times of last use, each with its chunk."""
+        self._change("UPDATE chunks SET used = ? WHERE key = ?", list(uses))
+
+    def drop_empty_shards(self) -> list[str]:
+        """Takes shards without a chunk out; returns their names: delete the files after commit."""
+        query = """DELETE FROM shards
+                   WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE shard = shards.id) RETURNING name"""
+        return [name for (name,) in self._all(query)]
+
+    def _stored(
+        self,
+        key: bytes,
+        name: str,
+        size: int,
+        offset: int,
+        ranges: bytes,
+        checksum: int,
+        checksums: bytes | None = None,
+    ) -> Stored | None:
+        """None where the row is not what was written."""
+        try:
+            if checksum != _checksum(key, name, size, offset, ranges):
+                return None
+            kept = unpack_ranges(ranges)
+        except (TypeError, AttributeError, struct.error):
+            return None
+        return Stored(key, name, size, offset, self._record_bytes, kept, checksums)
+
+    def _by_key(self, query: str, keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
+        for at in range(0, len(keys), _KEYS_A_QUERY):
+            page = keys[at : at + _KEYS_A_QUERY]
+            yield from self._all(f"{query} ({', '.join('?' * len(page))})", *page)
+
+    def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        with errors_named(self.database.folder):
+            return self.database.connection().execute(query, values).fetchall()
+
+    def _one(self, query: str, *values: Any) -> int:
+        number: int = self._all(query, *values)[0][0]
+        return number
+
+    def _change(self, query: str, rows: Sequence[tuple[Any, ...]]) -> int:
+        """Changes a row for each of `rows`; returns how many there were to change."""
+        with errors_named(self.database.folder):
+            return max(self.database.connection().executemany(query, rows).rowcount, 0)
+
+
+def _checksum(key: bytes, name: str, size: int, offset: int, ranges: bytes) -> int:
+    return crc32(key + name.encode() + struct.pack("<qq", size, offset) + ranges)
+
+
+def _lost_checksum(key: bytes, ranges: bytes) -> int:
+    return _checksum(key, "", 0, 0, ranges)

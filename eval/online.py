@@ -1,0 +1,130 @@
+"""From a question with its evidence to the first token and on: the path that every system shares.
+
+Stages: plan the prefix and have its slices read; tokenize the query meanwhile; lay the slices into
+the request's cache; compute the query; decode greedily.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cache_ops.cached import RequestCache
+from cache_ops.plan import PROMPT
+from cache_ops.rope import Rope
+from cache_ops.supply import Supplied, Supply, Supplying
+from data_builders.prompt import PromptTemplate
+from eval.decoding import Generation, advance
+from eval.systems import SYSTEMS, Question, Request, Width
+from recipes.schema import Recipe
+
+
+@dataclass
+class OnlineRequest:
+    """A question under way; `begin`, then `fill`, then `advance` until the generation is done.
+
+    `stage_ms` tells where the time to first token went, see `telemetry.STAGES`.
+    """
+
+    question: Question
+    served: Request
+    fetch: Supplying | None
+    stage_ms: dict[str, float]
+    supplied: Supplied | None = None
+    online_tokens: int = 0
+    batch_requests: int = 0
+    generation: Generation = field(init=False)
+
+
+class OnlinePath:
+    """A model with what all of its requests share."""
+
+    def __init__(
+        self, config: Recipe, model: PreTrainedModel, template: PromptTemplate, supply: Supply
+    ) -> None:
+        self.model, self.template, self.supply = model, template, supply
+        self._retrieval = config.retrieval
+        self._limit = config.eval.max_new_tokens
+        self._rope = Rope.from_config(model.config)
+        on_gpu = model.device.type == "cuda"
+        self._side_stream = torch.cuda.Stream(model.device) if on_gpu else None
+
+    def begin(self, question: Question, system: str, width: Width) -> OnlineRequest:
+        """Plans the prefix and has its slices read; returns while they are."""
+        start = time.perf_counter()
+        served = SYSTEMS[system].request(question, width, self.template, self._retrieval)
+        fetch = None
+        if served.plan.slices:
+            chunk_ids = {chunk.chunk_id: chunk.token_ids for chunk in question.chunks}
+            nuggets = {chunk.chunk_id: chunk.nuggets for chunk in question.chunks}
+            chunk_ids[PROMPT] = self.template.prompt_ids
+            fetch = self.supply.start(served.plan, chunk_ids, nuggets)
+        return OnlineRequest(question, served, fetch, {"plan": _ms_since(start)})
+
+    @torch.inference_mode()
+    def fill(self, request: OnlineRequest) -> None:
+        """Tokenizes the query, waits for the slices, and makes the request's cache of them."""
+        start = time.perf_counter()
+        query_ids = self.template.query_ids(request.question.question)
+        online_ids = [*request.served.context_ids, *query_ids]
+        request.stage_ms["plan"] += _ms_since(start)
+
+        kv_TL2HD = None
+        request.stage_ms |= {"read": 0.0, "copy": 0.0}
+        if request.fetch is not None:
+            kv_TL2HD = self._load(request, request.fetch)
+        start = time.perf_counter()
+        room = len(online_ids) + self._limit
+        cache = RequestCache(request.served.plan, kv_TL2HD, self._rope, room=room)
+        if self._side_stream is not None and kv_TL2HD is not None:
+            cache.lay_ahead(self.model.dtype, self._side_stream)
+        request.stage_ms["copy"] += _ms_since(start)
+        request.online_tokens = len(online_ids)
+        request.generation = Generation(
+            cache, online_ids, stop_ids=self.template.stop_ids, max_new_tokens=self._limit
+        )
+
+    def _load(self, request: OnlineRequest, fetch: Supplying) -> Tensor:
+        """The slices on the model's device; to a GPU each goes as it arrives from disk."""
+        start = time.perf_counter()
+        records_TR = fetch.records_TR
+        if self._side_stream is None:
+            request.supplied = fetch.wait()
+            request.stage_ms["read"] = _ms_since(start)
+            start = time.perf_counter()
+            kv_TL2HD = self.supply.layout.decode(records_TR, self.model.dtype)
+            request.stage_ms["copy"] = _ms_since(start)
+            return kv_TL2HD
+        with torch.cuda.stream(self._side_stream):
+            on_device_TR = torch.empty_like(records_TR, device=self.model.device)
+            for first, end in fetch.ready():
+                on_device_TR[first:end].copy_(records_TR[first:end], non_blocking=True)
+            request.supplied = fetch.wait()
+            request.stage_ms["read"] = _ms_since(start)
+            return self.supply.layout.decode(on_device_TR, self.model.dtype)
+
+    def advance(self, requests: Sequence[OnlineRequest]) -> None:
+        """Brings every unfinished answer one token further, all in one forward pass."""
+        start = time.perf_counter()
+        advance(self.model, [request.generation for request in requests])
+        for request in requests:
+            if not request.batch_requests:
+                self._note_first_token(request, _ms_since(start), len(requests))
+
+    def _note_first_token(self, request: OnlineRequest, pass_ms: float, together: int) -> None:
+        cache, stage_ms = request.generation.cache, request.stage_ms
+        stage_ms["rotate"] = cache.rotate_seconds * 1e3
+        stage_ms["copy"] += cache.copy_seconds * 1e3
+        # On a CPU the prefix is laid inside the forward pass.
+        laid_inside = 0.0 if self._side_stream else cache.rotate_seconds + cache.copy_seconds
+        stage_ms["prefill"] = pass_ms - laid_inside * 1e3
+        request.batch_requests = together
+        if request.supplied is not None:
+            request.supplied.release()
+
+
+def _ms_since(start: float) -> float:
+    return (time.perf_counter() - start) * 1e3

@@ -1,0 +1,236 @@
+"""Retrieval online: for a new question what a build finds for those of its split.
+
+Over the built tables of a split a question is embedded, searched among all chunks, and the nuggets
+of what was found are scored, by the very code and vectors of the build. What that needs is made
+once, in the folder `retrieval` inside the built one: vectors to map and search, and all that the
+encoder knows of chunks and nuggets. It needs no other file of the build.
+"""
+
+import fcntl
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from data_builders.assets import AssetStore, content_key
+from data_builders.build import built_folder, load_built
+from data_builders.candidates import Asked, Contexts, Corpus, Found, score_nuggets
+from data_builders.encoded import Encoded, Encoder
+from data_builders.encoder import load_encoder
+from data_builders.executor import make_assets
+from data_builders.key import assets_folder, digest, encoder_key
+from data_builders.lookups import EncodedLookup
+from data_builders.pipeline import TEXTS_A_BATCH
+from data_builders.tables import Tables
+from data_builders.workers import text_items
+from eval.systems import Question
+from recipes.building import BuildConfig
+from recipes.errors import UserError
+from recipes.schema import Recipe
+
+INDEX_FOLDER = "retrieval"
+ENCODED_FILE = "encoded.sqlite"
+_ROWS_A_PAGE = 256
+# Question id, dataset, text and answers.
+_Named = tuple[str, str, str, list[str]]
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """A question with its chunks and nugget scores, and the milliseconds that each stage took."""
+
+    question: Question
+    chunk_scores: list[float]
+    embed_ms: float
+    search_ms: float
+    score_ms: float
+
+
+class Retriever:
+    """The built dev tables of a recipe, open for new questions. Threads may share it."""
+
+    def __init__(
+        self, config: Recipe, tables: Tables, encode: Encoder, encoded: Encoder, corpus: Corpus
+    ) -> None:
+        self._config = config.retrieval
+        self._tables = tables
+        self._encode = encode
+        self._encoded = encoded
+        self._corpus = corpus
+        self._contexts = Contexts(tables, encoded, config.retrieval)
+        # An encoder's tokenizer is not made for two threads.
+        self._encoding = threading.Lock()
+
+    @classmethod
+    def open(cls, config: Recipe) -> Self:
+        """Opens the dev tables; makes what the search needs if it is not there.
+
+        For that nothing is encoded again that some build has encoded.
+
+        Raises:
+            UserError: no built tables, no such encoder, dense vectors count nothing, or the folder
+                for the search is not there and cannot be written, or is damaged.
+        """
+        if not config.retrieval.weights.dense:
+            raise UserError(
+                "retrieval.weights.dense: new questions are searched by dense vectors first; "
+                "expected a weight above 0"
+            )
+        tables = load_built(config, "dev")
+        encode = load_encoder(config.retrieval, None)
+        folder = built_folder(config, "dev") / INDEX_FOLDER
+        if not folder.is_dir():
+            _make_index(config, tables, encode, folder)
+        encoded = _ThreadsLookup(folder / ENCODED_FILE)
+        try:
+            corpus = Corpus(tables, encoded, config.retrieval, folder, mapped=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: {error}; delete it, it is made again") from error
+        return cls(config, tables, encode, encoded, corpus)
+
+    def retrieve(
+        self,
+        question: str,
+        *,
+        question_id: str = "",
+        answers: Sequence[str] = (),
+        dataset: str = "",
+    ) -> Retrieved:
+        """Finds the chunks of a question among all chunks, and scores their nuggets."""
+        named = question_id, dataset, question, list(answers)
+        return self._retrieve(self._corpus, named, ())
+
+    def retrieve_all(self, questions: Sequence[str]) -> list[Retrieved]:
+        """As `retrieve` for each, with one search; its time is shared out evenly."""
+        if not questions:
+            return []
+        asked, embed_ms = [], []
+        for question in questions:
+            started = _now_ms()
+            asked.append(Asked(question, self._embed(question)))
+            embed_ms.append(_now_ms() - started)
+        started = _now_ms()
+        found = self._corpus.retrieve(asked)
+        search_ms = (_now_ms() - started) / len(questions)
+        return [
+            self._scored(("", "", one.text, []), one.query, rows, (embed, search_ms))
+            for one, rows, embed in zip(asked, found, embed_ms, strict=True)
+        ]
+
+    def contexts(
+        self,
+        question: str,
+        chunk_ids: Sequence[str],
+        *,
+        question_id: str = "",
+        answers: Sequence[str] = (),
+        dataset: str = "",
+    ) -> Retrieved:
+        """Ranks the given chunks alone, as a build ranks a question's own contexts.
+
+        Raises:
+            KeyError: the tables have no such chunk.
+        """
+        rows = [self._tables.row(chunk_id) for chunk_id in dict.fromkeys(chunk_ids)]
+        named = question_id, dataset, question, list(answers)
+        return self._retrieve(self._contexts, named, rows)
+
+    def _retrieve(
+        self, where: Corpus | Contexts, named: _Named, candidates: Sequence[int]
+    ) -> Retrieved:
+        started = _now_ms()
+        query = self._embed(named[2])
+        embedded = _now_ms()
+        [found] = where.retrieve([Asked(named[2], query, candidates)])
+        return self._scored(named, query, found, (embedded - started, _now_ms() - embedded))
+
+    def _embed(self, question: str) -> Encoded:
+        # Alone, so that its bits do not depend on company.
+        with self._encoding:
+            return self._encode([question])[0]
+
+    def _scored(
+        self,
+        named: _Named,
+        query: Encoded,
+        found: Found,
+        times: tuple[float, float],
+    ) -> Retrieved:
+        started = _now_ms()
+        chunks = self._tables.at(found.rows)
+        scored = score_nuggets(query, chunks, found.scores, self._encoded, self._config)
+        return Retrieved(
+            Question(*named, scored.chunks, scored.nugget_scores),
+            scored.scores,
+            *times,
+            score_ms=_now_ms() - started,
+        )
+
+
+class _ThreadsLookup:
+    """What is known of encoded texts, for any thread: each has its own connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._local = threading.local()
+
+    def __call__(self, texts: Sequence[str]) -> list[Encoded]:
+        if not hasattr(self._local, "lookup"):
+            self._local.lookup = EncodedLookup(AssetStore(self._path))
+        found: list[Encoded] = self._local.lookup(texts)
+        return found
+
+
+def _make_index(config: Recipe, tables: Tables, encode: Encoder, folder: Path) -> None:
+    """Fills the folder for the search, which appears when it is whole; a second process waits."""
+    partial = folder.with_name(f"{INDEX_FOLDER}.partial")
+    try:
+        with folder.with_name(f"{INDEX_FOLDER}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.is_dir():
+                return
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _write_encoded(config, tables, encode, partial / ENCODED_FILE)
+            with AssetStore(partial / ENCODED_FILE) as store:
+                Corpus(tables, EncodedLookup(store), config.retrieval, partial)
+            partial.rename(folder)
+    except (OSError, sqlite3.Error) as error:
+        raise UserError(
+            f"{folder}: not there, and cannot be made: {error}; open the recipe once where "
+            "data.built_root can be written"
+        ) from error
+
+
+def _write_encoded(config: Recipe, tables: Tables, encode: Encoder, path: Path) -> None:
+    """Copies what the encoder knows of the tables' texts out of the assets of all builds."""
+    assets = assets_folder(config) / f"encoded-{digest(encoder_key(config))}.sqlite"
+    with AssetStore(assets) as known, AssetStore(path) as own:
+        texts = (text for page in _pages(tables, config) for text in page)
+        make_assets(
+            known,
+            text_items(texts),
+            lambda: lambda texts: [one.to_bytes() for one in encode(texts)],
+            BuildConfig(),
+            TEXTS_A_BATCH,
+            "texts",
+        )
+        for page in _pages(tables, config):
+            own.put(known.get(map(content_key, page)).items())
+
+
+def _pages(tables: Tables, config: Recipe) -> Iterator[list[str]]:
+    """The texts that questions are compared with, those of some chunks at a time."""
+    whole = config.retrieval.selection == "two_stage"
+    for first in range(0, tables.count(), _ROWS_A_PAGE):
+        chunks = tables.at(range(first, min(first + _ROWS_A_PAGE, tables.count())))
+        texts = [text for chunk in chunks for text in chunk.nugget_texts]
+        yield [chunk.text for chunk in chunks if whole] + texts
+
+
+def _now_ms() -> float:
+    return time.perf_counter() * 1e3

@@ -1,0 +1,122 @@
+"""The commands that start from a recipe, and the sample world, as functions.
+
+What is heavy is imported by the command that needs it.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recipes.exit import OK, Ending
+
+Result = dict[str, Any]
+
+RECIPE_HELP = "shipped recipes or YAML files, later ones win; then section.key=value"
+
+
+class TrainingFailedError(Exception):
+    """The training process has failed and said why itself."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending.message)
+        self.ending = ending
+
+
+def build(
+    arguments: Sequence[str],
+    *,
+    stats: bool = False,
+    retry_failed: bool = False,
+    read_batch: Sequence[str] = (),
+    write_batch: str | None = None,
+) -> Result:
+    """Build the train and dev tables of a recipe; by split the folders and what was made anew.
+
+    With `stats` also each split's report, drawn as `statistics.png` in its folder. `read_batch`
+    files are taken into the journal of model answers first. With `write_batch` nothing is built:
+    the requests that building needs are written there, and the files are the result.
+    """
+    from recipes.resolve import resolve
+
+    config = resolve(arguments).config
+    from data_builders import build as builder
+
+    if read_batch:
+        builder.read_batches(config, [Path(file) for file in read_batch])
+    if write_batch is not None:
+        files = builder.write_batches(config, Path(write_batch), retry_failed=retry_failed)
+        return {"batch_files": [str(file) for file in files]}
+    built = {
+        split: builder.build(config, split, retry_failed=retry_failed) for split in builder.SPLITS
+    }
+    result: Result = {
+        "folders": {split: str(one.folder) for split, one in built.items()},
+        "made": {
+            split: {kind: asdict(needed) for kind, needed in one.made.items()}
+            for split, one in built.items()
+        },
+    }
+    if stats:
+        from data_builders.statistics import draw_statistics
+
+        result["reports"] = {split: one.report for split, one in built.items()}
+        for split, one in built.items():
+            title = f"{config.name}: {split}"
+            draw_statistics(one.report, title, one.folder / "statistics.png")
+    return result
+
+
+def train(arguments: Sequence[str], processes: int = 1, *, quiet_stdout: bool = False) -> Result:
+    """Train a recipe in processes of its own; the run folder.
+
+    With `quiet_stdout` what the training prints goes to stderr.
+
+    Raises:
+        UserError: the recipe is wrong; found before any process starts.
+        TrainingFailedError: the training ended with another status than 0.
+    """
+    from launch.training import run_training
+    from recipes.resolve import resolve
+
+    config = resolve(arguments).config
+    ending = run_training(arguments, processes, output=sys.stderr if quiet_stdout else None)
+    if ending.status != OK:
+        raise TrainingFailedError(ending)
+    return {"run_folder": config.train.run_folder}
+
+
+def compare(arguments: Sequence[str]) -> Result:
+    """Compare the systems and checkpoints of a recipe; the content of `compare.json`."""
+    from recipes.resolve import resolve
+
+    config = resolve(arguments).config
+    from eval.compare import compare as compare_systems
+
+    return compare_systems(config)
+
+
+def world(
+    folder: str,
+    train_questions: int,
+    dev_questions: int,
+    seed: int,
+    *,
+    passages: int | None = None,
+    conversations: int = 0,
+) -> Result:
+    """Write the fictional sample world; its folder and what it holds.
+
+    Its questions bring their contexts, in IRCoT's format, and `conversations` about the passages of
+    the dev questions may stand beside them; or, with `passages`, a corpus of that many and
+    questions about it, in the package's own format.
+    """
+    from data_builders.world import write_corpus, write_world
+
+    sizes = {"train_questions": train_questions, "dev_questions": dev_questions, "seed": seed}
+    if passages is None:
+        counts = write_world(Path(folder), **sizes, conversations=conversations)
+    else:
+        counts = write_corpus(Path(folder), passages=passages, **sizes)
+    return counts | {"folder": folder}

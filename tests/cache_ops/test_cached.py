@@ -1,0 +1,123 @@
+"""Requests over cached prefixes: alone, together, prefix by prefix, against plain transformers."""
+
+import pytest
+import torch
+from reference import prefix_cache
+from tiny import ARCHITECTURES, ROPE_TYPES, VOCABULARY, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cache_ops.assemble import gather
+from cache_ops.cached import CACHED, RequestCache, enable_cached, forward_cached
+from cache_ops.encode import encode_chunk
+from cache_ops.plan import PROMPT, PrefixPlan, Span, plan_prefix
+from cache_ops.rope import Rope
+
+PROMPT_IDS = [5, 6, 7]
+CHUNKS = {PROMPT: PROMPT_IDS, "a": list(range(10, 60)), "b": list(range(70, 100))}
+PLANS = {
+    "nuggets": plan_prefix(
+        [Span("b", 3, 9), Span("a", 20, 31), Span("a", 2, 7)],
+        prompt_length=3,
+        chunk_ranks=["b", "a"],
+    ),
+    "kept overlaps by score": plan_prefix(
+        [Span("a", 30, 40), Span("a", 25, 35), Span("b", 0, 4)],
+        prompt_length=3,
+        chunk_ranks=["a", "b"],
+        order="score",
+        overlap="keep",
+    ),
+    "prompt alone": plan_prefix([], prompt_length=3, chunk_ranks=[]),
+    "nothing": PrefixPlan(()),
+}
+QUERY = [101, 102, 103, 104]
+
+
+def cache_of(model: PreTrainedModel, plan: PrefixPlan, room: int = 16) -> RequestCache:
+    model.set_attn_implementation("sdpa")
+    chunk_kv = {name: encode_chunk(model, ids) for name, ids in CHUNKS.items()}
+    enable_cached(model)
+    kv_TL2HD = gather(plan, chunk_kv) if plan.slices else None
+    return RequestCache(plan, kv_TL2HD, Rope.from_config(model.config), room=room)
+
+
+def expected(model: PreTrainedModel, plan: PrefixPlan, tokens: list[int]) -> Tensor:
+    """Logits after all of `tokens`, in one pass over chunks encoded at their new positions."""
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        logits = model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.arange(len(tokens))[None] + plan.length,
+            past_key_values=prefix_cache(model, plan, CHUNKS),
+        ).logits[0]
+    enable_cached(model)
+    return logits
+
+
+@pytest.mark.parametrize("rope", ROPE_TYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_query_then_single_tokens_equal_one_pass_of_transformers(
+    architecture: str, rope: str
+) -> None:
+    model = tiny_model(architecture, rope)
+    more = [55, 66, 77]
+    for plan in PLANS.values():
+        whole = expected(model, plan, QUERY + more)
+        cache = cache_of(model, plan)
+        steps = [forward_cached(model, [(cache, QUERY)])]
+        steps += [forward_cached(model, [(cache, [token])]) for token in more]
+        torch.testing.assert_close(torch.cat(steps), whole[len(QUERY) - 1 :], atol=2e-4, rtol=1e-4)
+
+
+def test_requests_of_all_lengths_do_not_see_each_other() -> None:
+    model = tiny_model()
+    alone = []
+    for plan in PLANS.values():
+        cache = cache_of(model, plan)
+        alone.append(
+            torch.cat([forward_cached(model, [(cache, ids)]) for ids in (QUERY, [9], [8, 7])])
+        )
+    caches = [cache_of(model, plan) for plan in PLANS.values()]
+    # The first request is ahead of the others by its query.
+    first = forward_cached(model, [(caches[0], QUERY)])
+    mixed = forward_cached(model, [(caches[0], [9]), *((cache, QUERY) for cache in caches[1:])])
+    second = forward_cached(model, [(cache, [9]) for cache in caches[1:]])
+    last = forward_cached(model, [(cache, [8, 7]) for cache in caches])
+    together = [torch.stack([first[0], mixed[0], last[0]])] + [
+        torch.stack([mixed[n], second[n - 1], last[n]]) for n in (1, 2, 3)
+    ]
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_several_tokens_over_a_filled_cache_are_causal_by_position() -> None:
+    model = tiny_model("qwen3", "yarn")
+    plan = PLANS["kept overlaps by score"]
+    cache = cache_of(model, plan)
+    forward_cached(model, [(cache, QUERY)])
+    found = forward_cached(model, [(cache, [1, 2, 3])])
+    torch.testing.assert_close(
+        found[0], expected(model, plan, [*QUERY, 1, 2, 3])[-1], atol=2e-4, rtol=1e-4
+    )
+
+
+def test_a_bfloat16_model_takes_a_wider_prefix() -> None:
+    model = tiny_model().bfloat16()
+    cache = cache_of(model, PLANS["nuggets"])
+    assert cache.append(0, torch.ones(1, 2, 1, 16), torch.ones(1, 2, 1, 16))[0].dtype
+    assert forward_cached(model, [(cache_of(model, PLANS["nuggets"]), QUERY)]).isfinite().all()
+
+
+def test_more_tokens_than_room_are_refused_and_other_calls_too() -> None:
+    model = tiny_model()
+    cache = cache_of(model, PLANS["nuggets"], room=3)
+    with pytest.raises((RuntimeError, AssertionError)):
+        forward_cached(model, [(cache, QUERY)])
+    with pytest.raises(ValueError, match="forward_cached"):
+        model(torch.tensor([[1, 2]]))
+    assert model.config._attn_implementation == CACHED
+
+
+def test_vocabulary_covers_the_tokens_used_here() -> None:
+    assert max(max(ids) for ids in CHUNKS.values()) < VOCABULARY
