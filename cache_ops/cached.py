@@ -96,9 +96,10 @@ class RequestCache:
         None for a single token, which follows all keys, and for the first tokens of an empty cache,
         which are plainly causal.
         """
+        end = self._tokens + count
+        assert end <= len(self._positions_C), "more tokens than the cache has room for"
         if count == 1 or not self._tokens:
             return None
-        end = self._tokens + count
         return self._positions_C[None, :end] <= self._positions_C[self._tokens : end, None]
 
     def advance(self, count: int) -> None:
@@ -115,9 +116,9 @@ class RequestCache:
         if self._prefix_TL2HD is not None and self._rotation is not None:
             prefix = len(self._prefix_TL2HD)
             start = time.perf_counter()
-            keys_THD = self._rotation(self._prefix_TL2HD[:, layer, 0])
+            out_THD = keys_1HCD[0, :, :prefix].transpose(0, 1)
+            self._rotation.into(self._prefix_TL2HD[:, layer, 0], out_THD)
             rotated = time.perf_counter()
-            keys_1HCD[0, :, :prefix] = keys_THD.transpose(0, 1)
             values_1HCD[0, :, :prefix] = self._prefix_TL2HD[:, layer, 1].transpose(0, 1)
             self.rotate_seconds += rotated - start
             self.copy_seconds += time.perf_counter() - rotated

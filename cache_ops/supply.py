@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cache_ops.memory_tier import MemoryTier
 from cache_ops.plan import PROMPT, PrefixPlan
-from cache_ops.reading import Reading, SliceReader, SliceSpan
 from cache_ops.records import RecordLayout
-from cache_ops.store_errors import StoreError
-from cache_ops.stored import NewChunk, Ranges, chunk_key, union_ranges
+from cache_ops.store.errors import StoreError
+from cache_ops.store.reading import Reading, SliceReader, SliceSpan
+from cache_ops.store.stored import NewChunk, Ranges, chunk_key, union_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -274,9 +274,10 @@ class Supplying:
         # Copied while the disk reads.
         for number, found_TR in in_memory.items():
             self._fill(number, found_TR)
+        cached_seconds = self._reading.cached_seconds if self._reading else 0.0
         self._seconds: dict[Stage, float] = {
-            "look_up": looked_up - began,
-            "read": time.perf_counter() - looked_up,
+            "look_up": looked_up - began - cached_seconds,
+            "read": time.perf_counter() - looked_up + cached_seconds,
             "compute": 0.0,
             "store": 0.0,
         }

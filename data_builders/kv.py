@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cache_ops.encode import encode_chunk, encode_chunk_by_base
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.memory_tier import MemoryTier
-from cache_ops.reading import SliceReader
 from cache_ops.records import RecordLayout, StoreDtype
 from cache_ops.store import Store
-from cache_ops.store_database import INDEX
-from cache_ops.store_errors import StoreExistsError
+from cache_ops.store.database import INDEX
+from cache_ops.store.errors import StoreExistsError
+from cache_ops.store.reading import SliceReader
 from cache_ops.supply import Supply
 from data_builders.key import tokenizer_identity
 from recipes.schema import Recipe

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cache_ops.encode import encode_chunk
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.hf import load_model, load_tokenizer
-from cache_ops.reading import SliceReader
 from cache_ops.records import StoreDtype
 from cache_ops.store import Store
-from cache_ops.store_errors import ForeignStoreError
-from cache_ops.stored import (
+from cache_ops.store.errors import ForeignStoreError
+from cache_ops.store.reading import SliceReader
+from cache_ops.store.stored import (
     NewChunk,
     Ranges,
     chunk_key,

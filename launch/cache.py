@@ -36,8 +36,13 @@ def build(
     config = resolve(arguments).config
     from cache_ops.hf import load_tokenizer
     from data_builders.kv_build import fill_store, tables_to_store
-    from eval.checkpoints import load_served, weights_folder
+    from eval.checkpoints import context_checkpoint, load_served, weights_folder
 
+    if context_checkpoint(config, checkpoint) != checkpoint:
+        raise UserError(
+            "context.gradient=frozen answers from the base model's keys and values: "
+            "build its store, with --checkpoint base"
+        )
     tables = tables_to_store(config)
     tokenizer = load_tokenizer(config.model.path)
     model = load_served(config, weights_folder(config, checkpoint), tokenizer)

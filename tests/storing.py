@@ -9,9 +9,9 @@ import torch
 
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.records import RecordLayout
-from cache_ops.shards import open_shard
 from cache_ops.store import Store
-from cache_ops.stored import NewChunk, Stored, chunk_key, count_tokens
+from cache_ops.store.shards import open_shard
+from cache_ops.store.stored import NewChunk, Stored, chunk_key, count_tokens
 
 LAYOUT = RecordLayout(layers=2, kv_heads=1, head_dim=4, dtype="float32")
 FINGERPRINT = Fingerprint("w", "r", "t", "512 tokens", "none", "float32 model, float32 records")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cache_ops.packing import Example
 from cache_ops.plan import PrefixPlan
 from cache_ops.store import Store
-from cache_ops.stored import Ranges, chunk_key, missing_ranges
+from cache_ops.store.stored import Ranges, chunk_key, missing_ranges
 from cache_ops.supply import Supply
 from data_builders.kv import open_store, store_folder, supply_over
 from recipes.errors import UserError

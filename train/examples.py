@@ -8,7 +8,7 @@ from typing import Any
 from cache_ops.packing import Example, PackedBatch, pack, pack_over_prefix
 from cache_ops.plan import PROMPT, PrefixPlan, Span, plan_prefix
 from cache_ops.rope import Rope
-from cache_ops.stored import union_ranges
+from cache_ops.store.stored import union_ranges
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Tables
 from recipes.errors import UserError

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from storing import FINGERPRINT, LAYOUT, make_store
 
 from cache_ops.store import Store
-from cache_ops.store_database import INDEX, Database
-from cache_ops.store_index import Entry, Index
+from cache_ops.store.database import INDEX, Database
+from cache_ops.store.index import Index
+from cache_ops.store.stored import Entry
 from eval.environment import environment
 
 CHUNK_TOKENS = 512

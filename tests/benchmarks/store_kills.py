@@ -16,8 +16,8 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -82,9 +82,12 @@ def _kill_one(path: Path, random: Random, life: int, known: Known, *, bounded: b
     if child == 0:
         os.close(reader)
         # Nothing of the parent's may run on in the child.
-        with suppress(BaseException):
+        try:
             _live(path, writer, life, list(known.present), bounded)
-        os._exit(1)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     os.close(writer)
     with os.fdopen(reader) as pipe:
         first = pipe.readline()

@@ -41,11 +41,11 @@ import torch
 from torch import Tensor
 
 from cache_ops.fingerprint import Fingerprint
-from cache_ops.open_shards import read_into
-from cache_ops.reading import SliceReader, SliceSpan
 from cache_ops.records import RecordLayout
 from cache_ops.store import Store
-from cache_ops.stored import NewChunk, chunk_key, union_ranges
+from cache_ops.store.open_shards import read_into
+from cache_ops.store.reading import SliceReader, SliceSpan
+from cache_ops.store.stored import NewChunk, chunk_key, union_ranges
 from eval.environment import environment
 
 GEOMETRIES = {"smollm2-135m": (30, 3, 64), "qwen2-7b": (28, 4, 128)}
@@ -147,8 +147,12 @@ class Query:
         large = [(fd, size) for _, fd, size in corpus.shards if size >= self.bytes]
         if not large:
             raise SystemExit("a query is larger than the store: give more --chunks")
-        self.plain_from, size = rng.choice(large)
-        self.plain_offset = rng.randrange(0, size - self.bytes + 1, mmap.PAGESIZE)
+        # Each block size has a range of its own: none profits from what another has read.
+        self.plain: dict[str, tuple[int, int, int]] = {}
+        for mib in BLOCK_MIB:
+            descriptor, size = rng.choice(large)
+            offset = rng.randrange(0, size - self.bytes + 1, mmap.PAGESIZE)
+            self.plain[f"plain_{mib}"] = descriptor, offset, self.bytes
 
     def fragments(self) -> list[tuple[int, int, int]]:
         """Descriptor, offset and bytes of each run of bytes in the transformers layout."""
@@ -166,8 +170,8 @@ class Query:
 
     def ranges(self, way: str) -> list[tuple[int, int, int]]:
         """Descriptor, offset and bytes of all that a way reads."""
-        if way.startswith("plain"):
-            return [(self.plain_from, self.plain_offset, self.bytes)]
+        if way in self.plain:
+            return [self.plain[way]]
         if way == "fragments":
             return self.fragments()
         if way == "chunks":
@@ -203,7 +207,8 @@ def reads(query: Query, reader: SliceReader, buffer: Tensor) -> dict[str, Read]:
 
     ways: dict[str, Read] = {"slices": slices}
     for mib in BLOCK_MIB:
-        ways[f"plain_{mib}"] = lambda mib=mib: each(query.ranges("plain"), mib << 20)
+        plain = query.ranges(f"plain_{mib}")
+        ways[f"plain_{mib}"] = lambda plain=plain, mib=mib: each(plain, mib << 20)
     fragments, whole = query.ranges("fragments"), query.ranges("chunks")
     ways["fragments"] = lambda: each(fragments)
     ways["chunks"] = lambda: each(whole)
@@ -270,8 +275,8 @@ def measure(
             if cold:
                 drop_pages(corpus)
                 left.append(resident_share(query.ranges(way)))
-            # The processor's caches hold the same of the buffer, whatever the way before has read.
-            buffer.fill_(0)
+            # As warm for every way, whatever the way before has read.
+            buffer[: query.bytes].fill_(0)
             start, cpu_start = time.perf_counter(), time.process_time()
             size = read()
             seconds.setdefault(way, []).append(time.perf_counter() - start)
@@ -321,7 +326,10 @@ def fresh_buffer(queries: Sequence[Query], reader: SliceReader, buffer: Tensor) 
 
 
 def table(name: str, result: dict[str, Any]) -> Iterator[str]:
-    yield f"{name:<12}{'MB a query':>11}{'of nuggets':>12}{'ms':>9}{'CPU ms':>9}{'GB/s':>7}{'time of plain':>15}"
+    yield (
+        f"{name:<12}{'MB a query':>11}{'of nuggets':>12}{'ms':>9}{'CPU ms':>9}{'GB/s':>7}"
+        f"{'time of plain':>15}"
+    )
     for way in ("slices", *(f"plain_{mib}" for mib in BLOCK_MIB), "fragments", "chunks"):
         row = result[way]
         yield (

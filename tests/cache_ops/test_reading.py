@@ -6,10 +6,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cache_ops.open_shards as open_shards
-import cache_ops.reading as reading
-from cache_ops.open_shards import read_into
-from cache_ops.reading import SliceReader
+import cache_ops.store.open_shards as open_shards
+import cache_ops.store.reading as reading
+from cache_ops.fingerprint import Fingerprint
 from cache_ops.records import RecordLayout
-from cache_ops.shards import ShardWriter
-from cache_ops.stored import Ranges, Stored, count_tokens, record_checksums, union_ranges
+from cache_ops.store import Store
+from cache_ops.store.open_shards import read_into
+from cache_ops.store.reading import SliceReader
+from cache_ops.store.shards import ShardWriter
+from cache_ops.store.stored import (
+    NewChunk,
+    Ranges,
+    Stored,
+    chunk_key,
+    count_tokens,
+    record_checksums,
+    union_ranges,
+)
 
 LAYOUT = RecordLayout(2, 1, 4, "float32")
 R = LAYOUT.token_bytes
@@ -230,6 +240,34 @@ def test_short_reads_and_many_destinations_are_gone_on_with(
     assert filled[:4900] == data[100:]
 
 
+def test_what_the_page_cache_lacks_is_left_to_the_pool(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_AT_ONCE_BYTES", 1 << 20)
+    shelf.write_shard({b"a": ((0, 100),)})
+    lacking = shelf.index[b"a"].offset + 20 * R
+    threads: dict[int, str] = {}
+    real = os.preadv
+
+    def partly(descriptor: int, destinations: Sequence[memoryview], offset: int, flags: int) -> int:
+        if flags & os.RWF_NOWAIT and offset == lacking:
+            destinations[0][:R] = bytes(R)
+            raise BlockingIOError
+        threads[offset] = threading.current_thread().name
+        return real(descriptor, destinations, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", partly)
+    spans = [(b"a", 0, 5), (b"a", 20, 30), (b"a", 60, 70)]
+    into_TR = buffer_for(spans)
+    with SliceReader(shelf, 2) as reader:
+        started = reader.start(spans, into_TR)
+        assert started.wait() == []
+    check_rows(spans, into_TR)
+    assert started.bytes_read == 25 * R
+    own = threading.current_thread().name
+    assert [name == own for _, name in sorted(threads.items())] == [True, False, True]
+
+
 def test_more_destinations_than_one_call_takes(shelf: Shelf) -> None:
     shelf.write_shard({bytes([n]): ((0, 200),) for n in range(8)})
     order = [(bytes([n]), t, t + 1) for t in reversed(range(200)) for n in range(8)]
@@ -423,3 +461,53 @@ def test_an_error_that_is_no_damage_reaches_the_caller_after_the_last_write(
         with pytest.raises(RuntimeError, match="out of luck"):
             started.wait()
         check_rows(spans, into_TR, [0])
+
+
+def test_a_real_stores_slices_are_right_while_it_changes(tmp_path: Path) -> None:
+    kept = ((0, 30), (40, 90))
+    fingerprint = Fingerprint("w", "r", "t", "300 tokens", "none", "float32")
+    ids = {number: [number, *range(1, 300)] for number in range(12)}
+    keys = {number: chunk_key(ids[number]) for number in ids}
+
+    def chunks() -> Iterator[NewChunk]:
+        for number in ids:
+            parts = [rows_of(bytes([number]), start, end) for start, end in kept]
+            yield NewChunk(ids[number], kept, torch.cat(parts))
+
+    Store.create(tmp_path / "store", fingerprint, LAYOUT).close()
+    stop = threading.Event()
+    changed: list[int] = []
+
+    def change() -> None:
+        # Another `Store`, as another process would have; small shards, so that gc moves a lot.
+        with Store.open(tmp_path / "store", shard_bytes=60 * R) as writer:
+            while not stop.is_set():
+                changed.append(writer.add(chunks()))
+                writer.remove([keys[number] for number in range(0, 12, 2)])
+                writer.gc()
+
+    writing = threading.Thread(target=change)
+    writing.start()
+    had = 0
+    try:
+        with Store.open(tmp_path / "store") as store, SliceReader(store, 3, check=True) as reader:
+            deadline = time.monotonic() + 20
+            for step in count():
+                if (had > 100 and len(changed) > 2) or time.monotonic() > deadline:
+                    break
+                numbers = [(step + at) % 12 for at in range(4)]
+                spans = [(keys[number], 45, 80) for number in numbers]
+                into_TR = torch.zeros(4 * 35, R, dtype=torch.uint8)
+                started = reader.start(spans, into_TR)
+                absent = started.wait()
+                assert not started.damaged
+                for at, number in enumerate(numbers):
+                    if at not in absent:
+                        had += 1
+                        rows_TR = into_TR[35 * at : 35 * (at + 1)]
+                        assert torch.equal(rows_TR, rows_of(bytes([number]), 45, 80))
+    finally:
+        stop.set()
+        writing.join()
+    assert had > 100
+    assert len(changed) > 2

@@ -25,10 +25,10 @@ from storing import (
 )
 
 from cache_ops.records import RecordLayout
-from cache_ops.shards import HEADER_BYTES
 from cache_ops.store import Store
-from cache_ops.store_errors import StoreBusyError, StoreExistsError, StoreFullError
-from cache_ops.stored import (
+from cache_ops.store.errors import StoreBusyError, StoreExistsError, StoreFullError
+from cache_ops.store.shards import HEADER_BYTES
+from cache_ops.store.stored import (
     NewChunk,
     Stored,
     chunk_key,

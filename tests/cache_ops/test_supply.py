@@ -16,10 +16,10 @@ from cache_ops.encode import encode_chunk
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.memory_tier import MemoryTier
 from cache_ops.plan import PROMPT, PrefixPlan, Span, plan_prefix
-from cache_ops.reading import SliceReader
 from cache_ops.records import RecordLayout
 from cache_ops.store import Store
-from cache_ops.stored import chunk_key
+from cache_ops.store.reading import SliceReader
+from cache_ops.store.stored import chunk_key
 from cache_ops.supply import MissingSlicesError, Supply
 
 LAYOUT = RecordLayout(2, 1, 4, "float32")

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from small import data_row, encode_words, save_stand_ins, tiny_tokenizer, write_rows
 from tiny import tiny_model
 
-from cache_ops.store_errors import ForeignStoreError
+from cache_ops.store.errors import ForeignStoreError
 from data_builders import workers
 from data_builders.build import build, load_built
 from eval import retriever

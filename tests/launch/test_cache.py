@@ -10,10 +10,10 @@ from small import data_row, write_rows
 
 from cache_ops.encode import encode_chunk
 from cache_ops.hf import load_model, load_tokenizer
-from cache_ops.reading import SliceReader
 from cache_ops.records import RecordLayout
 from cache_ops.store import Store
-from cache_ops.stored import chunk_key, union_ranges
+from cache_ops.store.reading import SliceReader
+from cache_ops.store.stored import chunk_key, union_ranges
 from data_builders import kv_build
 from data_builders.build import load_built
 from data_builders.prompt import PromptTemplate

@@ -13,8 +13,8 @@ from cache_ops import encode
 from cache_ops.hf import load_tokenizer
 from cache_ops.packing import Example
 from cache_ops.plan import PROMPT, Span, plan_prefix
-from cache_ops.store_errors import ForeignStoreError
-from cache_ops.stored import chunk_key
+from cache_ops.store.errors import ForeignStoreError
+from cache_ops.store.stored import chunk_key
 from data_builders.build import load_built
 from data_builders.kv import open_store, supply_over
 from recipes.errors import UserError

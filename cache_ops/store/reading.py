@@ -7,6 +7,7 @@ copying megabytes, and the more the busier the machine.
 """
 
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +20,15 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from cache_ops.open_shards import OpenShards, read_into
 from cache_ops.store import Store
-from cache_ops.store_errors import ShardDamagedError
-from cache_ops.stored import Stored
+from cache_ops.store.errors import ShardDamagedError
+from cache_ops.store.open_shards import OpenShards, read_into
+from cache_ops.store.stored import Stored
 
 SliceSpan = tuple[bytes, int, int]
 """A chunk's key and the tokens `[start, end)` wanted of it."""
 
-# Smaller pieces keep a cold disk less busy, larger ones leave threads without work.
+# Cold, pieces of 1 MiB take half as long again; much larger ones leave threads without work.
 _PIECE_BYTES = 4 << 20
 # Up to so much, waking threads costs more than they save on bytes in the page cache.
 _AT_ONCE_BYTES = 32 << 20
@@ -97,6 +98,7 @@ class Reading:
     Attributes:
         pieces_left: reads that are not done yet.
         bytes_read: bytes received from shards so far.
+        cached_seconds: what copying from the page cache took of the caller's time in `start`.
         damaged: keys of chunks that the store's index names but whose records could not be had.
     """
 
@@ -111,6 +113,7 @@ class Reading:
         check: bool,
     ) -> None:
         self.bytes_read = 0
+        self.cached_seconds = 0.0
         self.damaged: set[bytes] = set()
         self._store = store
         self._shards = shards
@@ -142,7 +145,9 @@ class Reading:
         if not self.pieces_left:
             self._end()
         elif sum(part.tokens for part in parts) * self._record_bytes <= _AT_ONCE_BYTES:
+            began = time.perf_counter()
             self._to_read = deque(p for p in self._to_read if not self._read_if_cached(p))
+            self.cached_seconds = time.perf_counter() - began
 
     def ready(self) -> Iterator[tuple[int, int]]:
         """Yields rows `[first, end)` of the buffer as they arrive, in any order, each once.
@@ -180,16 +185,12 @@ class Reading:
     def _read_if_cached(self, piece: list["_Part"]) -> bool:
         """Reads a piece without waiting for the disk; whether all of it was in the page cache."""
         size = sum(part.tokens for part in piece) * self._record_bytes
-        at, destinations = piece[0].offset, self._destinations(piece)
         try:
             with self._shards.use(piece[0].stored) as descriptor:
-                try:
-                    read = read_into(descriptor, destinations, at, os.RWF_NOWAIT)
-                except BlockingIOError:
-                    os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_WILLNEED)
-                    return False
+                destinations = self._destinations(piece)
+                read = read_into(descriptor, destinations, piece[0].offset, os.RWF_NOWAIT)
         except (ShardDamagedError, OSError):
-            # Whatever is wrong shows again, and is seen to, where waiting is allowed.
+            # What is wrong, if anything is, shows again where waiting is allowed.
             return False
         if read < size or not all(self._intact(part) for part in piece):
             return False

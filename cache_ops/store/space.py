@@ -7,14 +7,27 @@ process leaves the whole shard in the index, or a file that nothing refers to.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypedDict, TypeVar
 
 from cache_ops.records import RecordLayout
-from cache_ops.shards import HEADER_BYTES, ShardWriter, list_shards, remove_shards
-from cache_ops.store_index import Index, Shard
+from cache_ops.store.index import Index
+from cache_ops.store.shards import HEADER_BYTES, Shard, ShardWriter, list_shards, remove_shards
 
 WhenFull = Literal["refuse", "evict"]
 Item = TypeVar("Item")
+
+
+class StoreOptions(TypedDict, total=False):
+    """How an open store grows, and how long it waits."""
+
+    max_bytes: int | None
+    """The budget: bytes of all shard files. None: no limit."""
+    when_full: WhenFull
+    """`refuse` a chunk that has no room, or `evict` the least recently used ones."""
+    shard_bytes: int
+    """Shards grow up to this size; with a budget to an eighth of it at most."""
+    wait_seconds: float
+    """How long a write waits for another writer; 0 unless given."""
 
 
 @dataclass(frozen=True)

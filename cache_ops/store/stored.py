@@ -83,6 +83,26 @@ class NewChunk:
     records_TR: Tensor
 
 
+@dataclass(frozen=True)
+class Row:
+    """A chunk in a shard; `stored` is None where the row itself is damaged."""
+
+    id: int
+    key: bytes
+    kept: int
+    stored: Stored | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A chunk to be entered."""
+
+    key: bytes
+    token_ids: Sequence[int]
+    ranges: Ranges
+    checksums: bytes
+
+
 def count_tokens(ranges: Iterable[tuple[int, int]]) -> int:
     """Tokens in disjoint ranges."""
     return sum(end - start for start, end in ranges)

@@ -8,11 +8,10 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from cache_ops.shards import HEADER_BYTES, open_shard, read_records, remove_shards
-from cache_ops.store_errors import ShardDamagedError
-from cache_ops.store_index import Row, Shard
-from cache_ops.store_space import ShardFiller, Space
-from cache_ops.stored import Stored
+from cache_ops.store.errors import ShardDamagedError
+from cache_ops.store.shards import HEADER_BYTES, Shard, open_shard, read_records, remove_shards
+from cache_ops.store.space import ShardFiller, Space
+from cache_ops.store.stored import Row, Stored
 
 # Part of the budget that an eviction frees beyond its need, so that not every chunk needs another.
 _SLACK = 16

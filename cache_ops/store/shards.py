@@ -12,11 +12,12 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from cache_ops.records import RecordLayout
-from cache_ops.store_errors import DiskFullError, ShardDamagedError
-from cache_ops.stored import Stored, count_tokens, record_checksums
+from cache_ops.store.errors import DiskFullError, ShardDamagedError
+from cache_ops.store.stored import Stored, count_tokens, record_checksums
 
 # The count of tokens is known last, so a whole page is kept for the header.
 HEADER_BYTES = 4096
@@ -25,6 +26,21 @@ _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _TEMPORARY = ".tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard that the index names."""
+
+    id: int
+    name: str
+    bytes: int
+    live_bytes: int
+
+    @property
+    def dead_bytes(self) -> int:
+        """Bytes of records that no chunk refers to."""
+        return self.bytes - HEADER_BYTES - self.live_bytes
 
 
 def open_shard(folder: Path, name: str, expected_bytes: int) -> int:

@@ -1,16 +1,13 @@
 """The SQLite file of a store's index: creating it at one stroke, opening it, naming what is wrong.
 
 WAL mode, so that readers go on while one process writes; every commit is synced. Connections are
-one a thread. Writers are held apart by a lock file and not by SQLite, since a write is more than
-its transaction.
+one a thread.
 """
 
-import fcntl
 import json
 import os
 import sqlite3
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_ops.fingerprint import FORMAT_VERSION, difference
-from cache_ops.store_errors import (
+from cache_ops.store.errors import (
     DiskFullError,
     ForeignStoreError,
     IndexDamagedError,
@@ -29,9 +26,7 @@ from cache_ops.store_errors import (
 )
 
 INDEX = "index.sqlite"
-_LOCK = "writer.lock"
 _BUSY_SECONDS = 10.0
-_POLL_SECONDS = 0.02
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 _SCHEMA = """
     PRAGMA auto_vacuum = INCREMENTAL;
@@ -202,37 +197,6 @@ class Database:
         if version != FORMAT_VERSION:
             line = difference("format", f"version {version}", f"version {FORMAT_VERSION}")
             raise ForeignStoreError(self.folder, [line])
-
-
-@contextmanager
-def writer_lock(folder: Path, wait_seconds: float) -> Iterator[None]:
-    """Holds the store's one place for a writer; the system gives it back when a process dies.
-
-    Raises:
-        StoreBusyError: another writer holds it, and still does after `wait_seconds`.
-    """
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        deadline = time.monotonic() + wait_seconds
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    holder = os.pread(descriptor, 32, 0).decode(errors="replace") or "unknown"
-                    raise StoreBusyError(
-                        f"process {holder} is writing to the store at {folder}, and a store has "
-                        "one writer at a time; wait for it, or give another folder"
-                    ) from None
-                time.sleep(_POLL_SECONDS)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        # A process forked meanwhile has the descriptor too; closing ours would leave it the lock.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
 
 
 @contextmanager

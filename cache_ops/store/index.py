@@ -7,14 +7,15 @@ are *dead*; they are never counted in a place of their own, so no count can be w
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-from cache_ops.shards import HEADER_BYTES
-from cache_ops.store_database import Database, errors_named, index_damaged
-from cache_ops.stored import (
+from cache_ops.store.database import Database, errors_named, index_damaged
+from cache_ops.store.shards import Shard
+from cache_ops.store.stored import (
+    Entry,
     Ranges,
+    Row,
     Stored,
     chunk_key,
     count_tokens,
@@ -25,41 +26,6 @@ from cache_ops.stored import (
 )
 
 _KEYS_A_QUERY = 500
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A shard that the index names."""
-
-    id: int
-    name: str
-    bytes: int
-    live_bytes: int
-
-    @property
-    def dead_bytes(self) -> int:
-        """Bytes of records that no chunk refers to."""
-        return self.bytes - HEADER_BYTES - self.live_bytes
-
-
-@dataclass(frozen=True)
-class Row:
-    """A chunk in a shard; `stored` is None where the row itself is damaged."""
-
-    id: int
-    key: bytes
-    kept: int
-    stored: Stored | None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A chunk to be entered."""
-
-    key: bytes
-    token_ids: Sequence[int]
-    ranges: Ranges
-    checksums: bytes
 
 
 class Index:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
-from cache_ops.shards import open_shard
 from cache_ops.store import Store
-from cache_ops.store_errors import ShardDamagedError
-from cache_ops.stored import Stored
+from cache_ops.store.errors import ShardDamagedError
+from cache_ops.store.shards import open_shard
+from cache_ops.store.stored import Stored
 
 logger = logging.getLogger(__name__)
 

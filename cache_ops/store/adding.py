@@ -7,12 +7,11 @@ from typing import Self
 
 import torch
 
-from cache_ops.shards import HEADER_BYTES, open_shard, read_records
-from cache_ops.store_errors import DiskFullError, ShardDamagedError, StoreFullError
-from cache_ops.store_index import Entry, Shard
-from cache_ops.store_space import ShardFiller, Space
-from cache_ops.store_upkeep import evict
-from cache_ops.stored import (
+from cache_ops.store.errors import DiskFullError, ShardDamagedError, StoreFullError
+from cache_ops.store.shards import HEADER_BYTES, Shard, open_shard, read_records
+from cache_ops.store.space import ShardFiller, Space
+from cache_ops.store.stored import (
+    Entry,
     NewChunk,
     Ranges,
     Stored,
@@ -24,6 +23,7 @@ from cache_ops.stored import (
     uncovered,
     union_ranges,
 )
+from cache_ops.store.upkeep import evict
 
 
 class Adding:

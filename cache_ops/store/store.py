@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypedDict, Unpack
+from typing import Self, Unpack
 
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.records import RecordLayout
-from cache_ops.shards import disk_full_named, sync_folder
-from cache_ops.store_adding import Adding
-from cache_ops.store_database import INDEX, Database, create_database, index_damaged, writer_lock
-from cache_ops.store_errors import (
+from cache_ops.store.adding import Adding
+from cache_ops.store.database import INDEX, Database, create_database, index_damaged
+from cache_ops.store.errors import (
+    DiskFullError,
     ForeignStoreError,
     NotAStoreError,
     StoreBusyError,
@@ -25,28 +25,17 @@ from cache_ops.store_errors import (
     StoreExistsError,
     StoreReadOnlyError,
 )
-from cache_ops.store_index import Index
-from cache_ops.store_space import Space, WhenFull
-from cache_ops.store_upkeep import Collected, StoreStat, Verified, collect, measure, verify
-from cache_ops.stored import NewChunk, Ranges, Stored
+from cache_ops.store.index import Index
+from cache_ops.store.lock import writer_lock
+from cache_ops.store.shards import disk_full_named, sync_folder
+from cache_ops.store.space import Space, StoreOptions, WhenFull
+from cache_ops.store.stored import NewChunk, Ranges, Stored
+from cache_ops.store.upkeep import Collected, StoreStat, Verified, collect, measure, verify
 
 SHARD_BYTES = 256 << 20
 _SHARDS = "shards"
 # Of a budget, at most this part is a shard: compaction has one on disk twice for a moment.
 _SHARDS_A_BUDGET = 8
-
-
-class StoreOptions(TypedDict, total=False):
-    """How an open store grows, and how long it waits."""
-
-    max_bytes: int | None
-    """The budget: bytes of all shard files. None: no limit."""
-    when_full: WhenFull
-    """`refuse` a chunk that has no room, or `evict` the least recently used ones."""
-    shard_bytes: int
-    """Shards grow up to this size; with a budget to an eighth of it at most."""
-    wait_seconds: float
-    """How long a write waits for another writer; 0 unless given."""
 
 
 class Store:
@@ -260,9 +249,12 @@ class Store:
         return measure(self._space)
 
     def close(self) -> None:
-        """Writes down the uses noted, if no other process is writing, and closes the index."""
+        """Writes down the uses noted, if no other process is writing, and closes the index.
+
+        Without that only an order of eviction is lost.
+        """
         if self._touched and self.writable:
-            with suppress(StoreBusyError), self._writing():
+            with suppress(StoreBusyError, DiskFullError), self._writing():
                 pass
         self._database.close()
 
