@@ -198,7 +198,7 @@ class Supply:
                 # `add` skips what the index says is there.
                 store.mark_lost(list(damaged))
             store.add(chunks)
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             kind = type(error).__name__
             with self._lock:
                 known = kind in self.not_stored

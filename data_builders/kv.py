@@ -20,7 +20,8 @@ from cache_ops.memory_tier import MemoryTier
 from cache_ops.records import RecordLayout, StoreDtype
 from cache_ops.store import Store
 from cache_ops.store.database import INDEX
-from cache_ops.store.errors import StoreExistsError
+from cache_ops.store.errors import ForeignStoreError, StoreExistsError
+from cache_ops.store.lock import WAIT_SECONDS
 from cache_ops.store.reading import SliceReader
 from cache_ops.supply import Supply
 from data_builders.key import tokenizer_identity
@@ -57,7 +58,8 @@ def open_store(
         create: make the store where there is none; otherwise None says so.
 
     Raises:
-        ForeignStoreError: the store was made by other weights or settings; says which.
+        ForeignStoreError: the store was made by other weights or settings, or has records of
+            another layout; says which.
         StoreError: the folder holds no store, or cannot be written to.
     """
     folder = store_folder(config, checkpoint)
@@ -72,16 +74,30 @@ def open_store(
         chunking=f"{config.data.chunk_tokens} tokens",
         base=base_weights_only,
     )
+    layout = RecordLayout.from_model(model.config, dtype)
     options: dict[str, Any] = {
+        "wait_seconds": WAIT_SECONDS,
         "max_bytes": None if settings.max_gib is None else int(settings.max_gib * 2**30),
         "when_full": settings.when_full,
         "shard_bytes": settings.shard_mib << 20,
     }
     if create and not (folder / INDEX).exists():
-        layout = RecordLayout.from_model(model.config, dtype)
         with suppress(StoreExistsError):
             return Store.create(folder, fingerprint, layout, **options)
-    return Store.open(folder, fingerprint, **options)
+    store = Store.open(folder, fingerprint, **options)
+    if store.layout != layout:
+        store.close()
+        own, wanted = store.layout.as_json(), layout.as_json()
+        raise ForeignStoreError(
+            folder,
+            [
+                f"{part.replace('_', ' ')}: the store has {own[part]}, this run {wanted[part]}; "
+                "name another store.folder, or delete the store and build it anew"
+                for part in own
+                if own[part] != wanted[part]
+            ],
+        )
+    return store
 
 
 def open_supply(
@@ -111,6 +127,7 @@ def supply_over(
     base_weights_only: bool = False,
     writable: bool = False,
     compute: bool = True,
+    always_check: bool = False,
 ) -> Supply:
     """What supplies slices from memory, then from a store, then from the model.
 
@@ -121,11 +138,14 @@ def supply_over(
         base_weights_only: encode by the weights under an adapter of peft.
         writable: what is computed is added to the store.
         compute: the model encodes what is missing; otherwise that is an error.
+        always_check: compare checksums on every read, also where the recipe does not ask for it.
     """
     settings = config.store
     reader = None
     if store is not None:
-        reader = SliceReader(store, settings.read_threads, check=settings.check_reads)
+        reader = SliceReader(
+            store, settings.read_threads, check=always_check or settings.check_reads
+        )
     encode: Callable[[Sequence[int]], Tensor] | None = None
     if compute:
         encode = partial(encode_chunk_by_base if base_weights_only else encode_chunk, model)

@@ -4,7 +4,7 @@ Chunks go into the store as they are encoded, shard by shard, so a build that wa
 where it was.
 """
 
-import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +87,8 @@ def fill_store(
 ) -> Filled:
     """Encodes what a checkpoint's store lacks of the prompt and of the chunks of built tables.
 
+    What lies in shards that are missing or not whole is lacking too.
+
     Args:
         config: the recipe.
         tables: what `tables_to_store` gives.
@@ -109,6 +111,10 @@ def fill_store(
         for page in _pages(prompt_ids, tables, whole=whole):
             new = {key: wanted for key, wanted in page.items() if key not in keys}
             found = store.locate(list(new))
+            if damaged := store.unreadable(found):
+                store.mark_lost(damaged)
+                for key in damaged:
+                    del found[key]
             keys |= new.keys()
             tokens += sum(count_tokens(wanted.ranges) for wanted in new.values())
             missing |= {
@@ -153,7 +159,9 @@ def recompute_lost(store: Store, model_folder: str) -> int:
     lost = store.lost()
     # Where it is not known any more what was kept of a chunk, all of it is.
     wanted = {
-        key: _Wanted(ids, lost[key] or ((0, len(ids)),))
+        key: _Wanted(
+            ids, lost[key] if lost[key] and lost[key][-1][1] <= len(ids) else ((0, len(ids)),)
+        )
         for key, ids in store.token_ids(list(lost)).items()
     }
     with Progress("encode damaged chunks", len(wanted), "chunks") as progress:
@@ -169,7 +177,8 @@ def export_store(store: Store, out: Path, dtype: StoreDtype | None = None) -> in
         How many chunks were copied.
 
     Raises:
-        UserError: there is something at `out`, or a chunk is damaged.
+        UserError: there is something at `out`, it lies in the store or cannot be made, or a chunk
+            is damaged or lost.
         RecordRangeError: a value that the dtype cannot hold.
         StoreError: see `Store.create` and `Store.add`.
     """
@@ -178,20 +187,28 @@ def export_store(store: Store, out: Path, dtype: StoreDtype | None = None) -> in
     fingerprint = replace(store.fingerprint, dtype=described)
     if out.exists():
         raise UserError(f"{out} exists; name a folder that does not")
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    if out.resolve().is_relative_to(store.folder.resolve()):
+        raise UserError(f"{out} lies in the store itself; name a folder outside of it")
+    if lost := store.lost():
+        raise UserError(
+            f"{len(lost):,} chunks of {store.folder} are lost, and a copy would lack them: "
+            "coinrag cache build with the recipe, or coinrag cache verify --model FOLDER, computes "
+            "them again"
+        )
     keys = store.keys()
     try:
-        with (
-            Store.create(partial, fingerprint, layout) as copy,
-            SliceReader(store, _READ_THREADS, check=True) as reader,
-            Progress("copy chunks", len(keys), "chunks") as progress,
-        ):
-            copied = copy.add(_converted(store, copy, reader, keys, progress))
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
+            partial = Path(beside) / out.name
+            with (
+                Store.create(partial, fingerprint, layout) as copy,
+                SliceReader(store, _READ_THREADS, check=True) as reader,
+                Progress("copy chunks", len(keys), "chunks") as progress,
+            ):
+                copied = copy.add(_converted(store, copy, reader, keys, progress))
+            partial.rename(out)
+    except OSError as error:
+        raise UserError(f"no copy can be made at {out}: {error}") from error
     return copied
 
 
@@ -237,17 +254,22 @@ def _converted(
 ) -> Iterator[NewChunk]:
     """The chunks of a store with the records of its copy."""
     for first in range(0, len(keys), _CHUNKS_A_COPY):
-        page = store.locate(keys[first : first + _CHUNKS_A_COPY])
-        ids: Mapping[bytes, list[int]] = store.token_ids(list(page))
-        for key, stored in page.items():
+        page = keys[first : first + _CHUNKS_A_COPY]
+        located = store.locate(page)
+        ids: Mapping[bytes, list[int]] = store.token_ids(page)
+        for key in page:
+            damaged = UserError(
+                f"chunk {key.hex()} of {store.folder} is damaged; run coinrag cache verify"
+            )
+            if key not in located or key not in ids:
+                raise damaged
+            stored = located[key]
             records_TR = torch.empty(
                 (count_tokens(stored.ranges), store.layout.token_bytes), dtype=torch.uint8
             )
             reading = reader.start([(key, start, end) for start, end in stored.ranges], records_TR)
-            if reading.wait() or key not in ids:
-                raise UserError(
-                    f"chunk {key.hex()} of {store.folder} is damaged; run coinrag cache verify"
-                )
+            if reading.wait():
+                raise damaged
             yield NewChunk(ids[key], stored.ranges, _in_layout(records_TR, store, copy))
             progress.advance()
 

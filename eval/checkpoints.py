@@ -10,6 +10,7 @@ from transformers.utils import cached_file
 from cache_ops.cached import enable_cached
 from cache_ops.hf import check_vocabulary, load_model
 from recipes.errors import UserError
+from recipes.resolve import resolve
 from recipes.schema import Recipe
 
 Checkpoint = Literal["base", "fine_tuned"]
@@ -37,7 +38,19 @@ def weights_folder(config: Recipe, checkpoint: Checkpoint) -> Path:
 
 
 def context_checkpoint(config: Recipe, checkpoint: Checkpoint) -> Checkpoint:
-    """Whose keys and values a checkpoint answers from: its own, unless it was trained otherwise."""
+    """Whose keys and values a checkpoint answers from.
+
+    Its own, unless it was trained over frozen context; the run folder's recipe says so, whatever
+    the recipe at hand says.
+
+    Raises:
+        UserError: the run folder's recipe cannot be read.
+    """
+    if checkpoint == "base":
+        return "base"
+    trained = Path(config.train.run_folder) / "recipe.yaml"
+    if trained.is_file():
+        config = resolve([str(trained)]).config
     return "base" if config.context.gradient == "frozen" else checkpoint
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from cache_ops.hf import load_tokenizer
 from data_builders.build import built_folder, load_built
 from data_builders.prompt import PromptTemplate
 from eval.answers import Variant, append_answers, read_answers, resume_answers
-from eval.checkpoints import weights_folder
+from eval.checkpoints import Checkpoint, context_checkpoint, weights_folder
 from eval.environment import environment
 from eval.identity import answer_key, setting, weights_digest
 from eval.report import plot
@@ -56,9 +56,7 @@ def compare(config: Recipe) -> dict[str, Any]:
     output.mkdir(parents=True, exist_ok=True)
     answers_path = output / "answers.jsonl"
     conditions = setting(config, built_folder(config, "dev"), template)
-    keys: dict[str, str] = {
-        name: answer_key(conditions, weights_digest(path)) for name, path in weights.items()
-    }
+    keys = _keys(config, conditions, weights)
     done = {(a.variant, a.question_id) for a in resume_answers(answers_path, keys)}
 
     for checkpoint, folder in weights.items():
@@ -95,6 +93,19 @@ def compare(config: Recipe) -> dict[str, Any]:
     plot(result, output / "compare.png")
     logger.info("wrote compare.json, compare.png and answers.jsonl to %s", output)
     return result
+
+
+def _keys(
+    config: Recipe, conditions: Mapping[str, Any], weights: Mapping[Checkpoint, Path]
+) -> dict[str, str]:
+    """What each checkpoint's answers depend on: also the weights whose slices it answers from."""
+    keys: dict[str, str] = {}
+    for name, folder in weights.items():
+        digests = [weights_digest(folder)]
+        if (source := context_checkpoint(config, name)) != name:
+            digests.append(weights_digest(weights_folder(config, source)))
+        keys[name] = answer_key(conditions, digests)
+    return keys
 
 
 def _systems(config: Recipe) -> list[tuple[str, Width]]:

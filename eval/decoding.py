@@ -58,9 +58,3 @@ def advance(model: PreTrainedModel, generations: Sequence[Generation]) -> None:
     # Reading the tokens is the one device synchronisation.
     for one, token in zip(generations, logits_BV.argmax(dim=-1).tolist(), strict=True):
         one.take(token)
-
-
-def finish(model: PreTrainedModel, generation: Generation) -> None:
-    """Brings one answer to its end."""
-    while not generation.done:
-        advance(model, [generation])

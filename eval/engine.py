@@ -10,78 +10,25 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cache_ops.hf import load_tokenizer
 from cache_ops.supply import Supply
 from data_builders.kv import open_supply
 from data_builders.prompt import PromptTemplate
+from eval.asked import Asked, Reply
 from eval.checkpoints import Checkpoint, context_checkpoint, load_served, weights_folder
 from eval.online import OnlinePath, OnlineRequest
 from eval.retriever import Retriever
 from eval.systems import SYSTEMS, Width
 from eval.telemetry import RequestReport, Telemetry
+from recipes.errors import UserError
 from recipes.schema import Recipe
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The answer to a question, what it was answered from, and what that took."""
-
-    answer: str
-    token_ids: list[int]
-    evidence: list[str]
-    report: RequestReport
-
-
-class Asked:
-    """A question on its way through the engine. Iterating gives the answer's text as it comes."""
-
-    def __init__(self, question: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.question = question
-        self.since = time.perf_counter()
-        self._tokenizer = tokenizer
-        self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._reply: Future[Reply] = Future()
-
-    def reply(self) -> Reply:
-        """Waits for the whole answer; raises what went wrong on the way."""
-        return self._reply.result()
-
-    def __iter__(self) -> Iterator[str]:
-        stream = DecodeStream(skip_special_tokens=True)
-        given = ""
-        for token in iter(self._tokens.get, None):
-            piece = stream.step(self._tokenizer.backend_tokenizer, token) or ""
-            # An answer begins with its first word.
-            piece = piece if given else piece.lstrip()
-            if piece:
-                given += piece
-                yield piece
-        # Bytes of a character that was never completed.
-        if rest := self.reply().answer[len(given) :]:
-            yield rest
-
-    def push(self, token: int) -> None:
-        """The next token of the answer."""
-        self._tokens.put(token)
-
-    def end(self, reply: Reply | Exception) -> None:
-        """The whole answer, or why there is none."""
-        if isinstance(reply, Exception):
-            self._reply.set_exception(reply)
-        else:
-            self._reply.set_result(reply)
-        self._tokens.put(None)
-
 
 _Running = tuple[Asked, OnlineRequest]
 
@@ -99,7 +46,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase,
         retriever: Retriever,
         supply: Supply,
-        log: Path | None = None,
+        telemetry: Telemetry,
     ) -> None:
         """Starts the engine over its opened parts; see `open`."""
         self._checkpoint, self._system = checkpoint, system
@@ -108,7 +55,7 @@ class Engine:
         k = config.retrieval.k if SYSTEMS[system].selects_nuggets else None
         self._width = Width(config.retrieval.k_c, k)
         self._at_once = config.eval.concurrent_requests
-        self._telemetry = Telemetry(log)
+        self._telemetry = telemetry
         self._waiting: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
@@ -136,10 +83,11 @@ class Engine:
             log: where each request is appended as a line of JSON.
 
         Raises:
-            UserError: nothing is built, or there is no such checkpoint.
+            UserError: nothing is built, there is no such checkpoint, or `log` cannot be written.
             ForeignStoreError: the store was made by other weights or settings.
             ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_model`.
         """
+        telemetry = Telemetry(log)
         tokenizer = load_tokenizer(config.model.path)
         retriever = Retriever.open(config)
         model = load_served(config, weights_folder(config, checkpoint), tokenizer)
@@ -150,7 +98,8 @@ class Engine:
         supply = open_supply(config, encoder, tokenizer, source, writable=True)
         return cls(
             config, checkpoint, system,
-            model=model, tokenizer=tokenizer, retriever=retriever, supply=supply, log=log,
+            model=model, tokenizer=tokenizer, retriever=retriever, supply=supply,
+            telemetry=telemetry,
         )  # fmt: skip
 
     def ask(self, question: str) -> Asked:
@@ -172,7 +121,7 @@ class Engine:
 
     def prometheus_text(self) -> str:
         """Counts and times of all requests so far, in Prometheus' text format."""
-        return self._telemetry.prometheus_text()
+        return self._telemetry.prometheus_text(self._path.supply.not_stored)
 
     def close(self) -> None:
         """Answers what was asked, then frees everything."""
@@ -182,8 +131,10 @@ class Engine:
             self._closed = True
             self._waiting.put(None)
         self._thread.join()
-        self._path.supply.close()
-        self._telemetry.close()
+        try:
+            self._path.supply.close()
+        finally:
+            self._telemetry.close()
 
     def __enter__(self) -> Self:
         return self
@@ -224,7 +175,7 @@ class Engine:
         """Brings questions to where their first token can be computed."""
         begun = []
         for asked in arrived:
-            with self._failing([asked]):
+            with self._failing(asked):
                 found = self._retriever.retrieve(asked.question)
                 request = self._path.begin(found.question, self._system, self._width)
                 request.stage_ms |= {
@@ -234,40 +185,56 @@ class Engine:
         # All reads are under way before the first is waited for.
         ready = []
         for asked, request in begun:
-            with self._failing([asked]):
+            with self._failing(asked):
                 self._path.fill(request)
+                self._refuse_too_long(request)
                 ready.append((asked, request))
         return ready
 
     def _advance(self, running: Sequence[_Running]) -> list[_Running]:
         """One token for every answer under way; those that are not done."""
-        advanced = False
-        with self._failing([asked for asked, _ in running]):
+        try:
             self._path.advance([request for _, request in running])
-            advanced = True
-        if not advanced:
-            return []
+        except Exception as error:
+            if len(running) == 1:
+                self._fail(running[0][0], error)
+                return []
+            # One of them may be too much for the device, and none has grown.
+            return [left for one in running for left in self._advance([one])]
         for asked, request in running:
-            with self._failing([asked]):
-                generation = request.generation
-                # The token that ends an answer is no part of it.
-                if not generation.stopped:
-                    asked.push(generation.token_ids[-1])
-                if generation.done:
-                    reply = self._reply(asked, request)
-                    self._telemetry.answered(reply.report)
-                    asked.end(reply)
+            generation = request.generation
+            # The token that ends an answer is no part of it.
+            if not generation.stopped:
+                asked.push(generation.token_ids[-1])
+            if generation.done:
+                reply = self._reply(asked, request)
+                asked.end(reply)
+                self._telemetry.answered(reply.report)
+        for _, request in running:
+            # What was computed is stored when nobody waits for a first token any more.
+            if not request.released:
+                request.release()
         return [one for one in running if not one[1].generation.done]
 
+    def _refuse_too_long(self, request: OnlineRequest) -> None:
+        most = self._path.model.config.max_position_embeddings
+        if (needed := request.last_position) > most:
+            raise UserError(
+                f"the question takes {request.online_tokens} tokens, with its prefix and answer up "
+                f"to {needed} positions; the model was trained for {most}"
+            )
+
     @contextmanager
-    def _failing(self, asked: Sequence[Asked]) -> Iterator[None]:
-        """An error ends those questions and not the engine."""
+    def _failing(self, asked: Asked) -> Iterator[None]:
+        """An error ends the question and not the engine."""
         try:
             yield
         except Exception as error:
-            for one in asked:
-                self._telemetry.failed(self._checkpoint, self._system)
-                one.end(error)
+            self._fail(asked, error)
+
+    def _fail(self, asked: Asked, error: Exception) -> None:
+        self._telemetry.failed(self._checkpoint, self._system)
+        asked.end(error)
 
     def _reply(self, asked: Asked, request: OnlineRequest) -> Reply:
         generation, supplied = request.generation, request.supplied
@@ -279,6 +246,7 @@ class Engine:
         report = RequestReport(
             question=asked.question,
             answer=text,
+            evidence=request.served.evidence,
             checkpoint=self._checkpoint,
             system=self._system,
             k_c=self._width.k_c,
@@ -296,4 +264,4 @@ class Engine:
             ttft_ms=ttft_ms,
             total_ms=(time.perf_counter() - asked.since) * 1e3,
         )
-        return Reply(text, generation.token_ids, request.served.evidence, report)
+        return Reply(text, generation.token_ids, report)

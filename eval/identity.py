@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ from recipes.schema import Recipe
 
 def setting(config: Recipe, dev: Path, template: PromptTemplate) -> dict[str, Any]:
     """What decides answers and timings beside the weights; `dev` is the content-keyed folder."""
-    stored = f"disk, {config.store.dtype or config.model.dtype}"
+    store = config.store
     return {
         "dev_data": dev.name,
         "template": template.digest,
         "dtype": config.model.dtype,
-        "slices": stored if config.store.folder else "memory",
-        "base_context": config.context.gradient == "frozen",
+        "slices": {
+            "from": "disk" if store.folder else "memory",
+            "dtype": store.dtype or config.model.dtype,
+            "check_reads": store.check_reads,
+            "read_threads": store.read_threads,
+        },
         "order": config.retrieval.order,
         "overlap": config.retrieval.overlap,
         "max_new_tokens": config.eval.max_new_tokens,
@@ -37,7 +41,7 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def answer_key(setting: Mapping[str, Any], weights: str) -> str:
-    """The key of answers given under a setting by weights with that digest."""
-    text = json.dumps([setting, weights], sort_keys=True)
+def answer_key(setting: Mapping[str, Any], weights: Sequence[str]) -> str:
+    """The key of answers given under a setting by weights with those digests."""
+    text = json.dumps([setting, *weights], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ from recipes.schema import Recipe
 class OnlineRequest:
     """A question under way; `begin`, then `fill`, then `advance` until the generation is done.
 
-    `stage_ms` tells where the time to first token went, see `telemetry.STAGES`.
+    Then `release` it. `stage_ms` tells where the time to first token went, see `telemetry.STAGES`.
     """
 
     question: Question
@@ -36,7 +36,19 @@ class OnlineRequest:
     supplied: Supplied | None = None
     online_tokens: int = 0
     batch_requests: int = 0
+    last_position: int = 0
+    """One past the position that the longest answer can reach."""
+    released: bool = False
     generation: Generation = field(init=False)
+
+    def release(self) -> None:
+        """Gives the slices' memory back and stores what was computed; once the first token is out.
+
+        It may take as long as a write to disk.
+        """
+        self.released = True
+        if self.supplied is not None:
+            self.supplied.release()
 
 
 class OnlinePath:
@@ -56,13 +68,17 @@ class OnlinePath:
         """Plans the prefix and has its slices read; returns while they are."""
         start = time.perf_counter()
         served = SYSTEMS[system].request(question, width, self.template, self._retrieval)
+        stage_ms = {"plan": _ms_since(start), "read": 0.0, "copy": 0.0}
         fetch = None
         if served.plan.slices:
+            start = time.perf_counter()
             chunk_ids = {chunk.chunk_id: chunk.token_ids for chunk in question.chunks}
             nuggets = {chunk.chunk_id: chunk.nuggets for chunk in question.chunks}
             chunk_ids[PROMPT] = self.template.prompt_ids
+            # What the page cache and the memory tier hold is copied at once.
             fetch = self.supply.start(served.plan, chunk_ids, nuggets)
-        return OnlineRequest(question, served, fetch, {"plan": _ms_since(start)})
+            stage_ms["read"] = _ms_since(start)
+        return OnlineRequest(question, served, fetch, stage_ms)
 
     @torch.inference_mode()
     def fill(self, request: OnlineRequest) -> None:
@@ -73,7 +89,6 @@ class OnlinePath:
         request.stage_ms["plan"] += _ms_since(start)
 
         kv_TL2HD = None
-        request.stage_ms |= {"read": 0.0, "copy": 0.0}
         if request.fetch is not None:
             kv_TL2HD = self._load(request, request.fetch)
         start = time.perf_counter()
@@ -83,6 +98,7 @@ class OnlinePath:
             cache.lay_ahead(self.model.dtype, self._side_stream)
         request.stage_ms["copy"] += _ms_since(start)
         request.online_tokens = len(online_ids)
+        request.last_position = request.served.plan.length + room
         request.generation = Generation(
             cache, online_ids, stop_ids=self.template.stop_ids, max_new_tokens=self._limit
         )
@@ -90,40 +106,44 @@ class OnlinePath:
     def _load(self, request: OnlineRequest, fetch: Supplying) -> Tensor:
         """The slices on the model's device; to a GPU each goes as it arrives from disk."""
         start = time.perf_counter()
-        records_TR = fetch.records_TR
+        layout, records_TR = self.supply.layout, fetch.records_TR
+        # Not narrower than they are stored: keys are rotated before they are rounded.
+        dtype = torch.float32 if layout.has_scales else layout.torch_dtype
         if self._side_stream is None:
             request.supplied = fetch.wait()
-            request.stage_ms["read"] = _ms_since(start)
+            request.stage_ms["read"] += _ms_since(start)
             start = time.perf_counter()
-            kv_TL2HD = self.supply.layout.decode(records_TR, self.model.dtype)
-            request.stage_ms["copy"] = _ms_since(start)
+            kv_TL2HD = layout.decode(records_TR, dtype)
+            request.stage_ms["copy"] += _ms_since(start)
             return kv_TL2HD
         with torch.cuda.stream(self._side_stream):
             on_device_TR = torch.empty_like(records_TR, device=self.model.device)
             for first, end in fetch.ready():
                 on_device_TR[first:end].copy_(records_TR[first:end], non_blocking=True)
             request.supplied = fetch.wait()
-            request.stage_ms["read"] = _ms_since(start)
-            return self.supply.layout.decode(on_device_TR, self.model.dtype)
+            request.stage_ms["read"] += _ms_since(start)
+            return layout.decode(on_device_TR, dtype)
 
     def advance(self, requests: Sequence[OnlineRequest]) -> None:
         """Brings every unfinished answer one token further, all in one forward pass."""
         start = time.perf_counter()
         advance(self.model, [request.generation for request in requests])
+        pass_ms = _ms_since(start)
         for request in requests:
             if not request.batch_requests:
-                self._note_first_token(request, _ms_since(start), len(requests))
+                request.batch_requests = len(requests)
+                self._note_first_token(request, pass_ms)
 
-    def _note_first_token(self, request: OnlineRequest, pass_ms: float, together: int) -> None:
-        cache, stage_ms = request.generation.cache, request.stage_ms
+    def _note_first_token(self, request: OnlineRequest, pass_ms: float) -> None:
+        stage_ms, cache = request.stage_ms, request.generation.cache
+        computed = request.supplied.seconds["compute"] * 1e3 if request.supplied else 0.0
+        stage_ms["compute"] = computed
+        stage_ms["read"] -= computed
         stage_ms["rotate"] = cache.rotate_seconds * 1e3
         stage_ms["copy"] += cache.copy_seconds * 1e3
         # On a CPU the prefix is laid inside the forward pass.
         laid_inside = 0.0 if self._side_stream else cache.rotate_seconds + cache.copy_seconds
         stage_ms["prefill"] = pass_ms - laid_inside * 1e3
-        request.batch_requests = together
-        if request.supplied is not None:
-            request.supplied.release()
 
 
 def _ms_since(start: float) -> float:

@@ -23,8 +23,9 @@ from recipes.schema import Recipe
 class Runner:
     """A checkpoint and what all of its questions share; a context manager.
 
-    With `store.folder` slices are read from disk inside the clock, without a memory tier in front,
-    so that no system profits from what another has read. Else they lie in memory when it starts.
+    With `store.folder` slices are read from the store's files inside the clock, without a memory
+    tier in front: from the page cache, which making them ready has just filled for every system
+    alike. Else they lie in memory when it starts.
     """
 
     config: Recipe
@@ -102,13 +103,11 @@ class Runner:
         generation = request.generation
         while not generation.done:
             self.path.advance([request])
+        request.release()
         assert generation.first_token is not None, "a finished answer has had a first token"
         self._refuse_computed(request)
         token_ids = generation.token_ids
         text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
-        last_position = (
-            request.served.plan.length + request.online_tokens + self.config.eval.max_new_tokens
-        )
         return Answer(
             key=self.key,
             checkpoint=self.checkpoint,
@@ -129,16 +128,23 @@ class Runner:
             bytes_read=request.supplied.bytes_read if request.supplied else 0,
             new_tokens=len(token_ids),
             stopped=generation.stopped,
-            beyond_context=last_position > self.path.model.config.max_position_embeddings,
+            beyond_context=request.last_position > self.path.model.config.max_position_embeddings,
             offline_tokens=offline_tokens,
             offline_ms=offline_ms,
         )
 
     def _refuse_computed(self, request: OnlineRequest) -> None:
         """What is computed inside the clock is no measurement of a cache."""
-        if request.supplied is not None and request.supplied.tokens_computed:
-            option = "store.max_gib" if self.config.store.folder else "store.memory_gib"
+        if request.supplied is None or not request.supplied.tokens_computed:
+            return
+        question = f"question {request.question.question_id!r}"
+        if self.config.store.folder is None:
             raise UserError(
-                f"{option} is too small to hold the slices of one question "
-                f"({request.question.question_id!r}): raise it"
+                f"store.memory_gib is too small to hold the chunks of {question}: raise it"
             )
+        reasons = ", ".join(self.path.supply.not_stored) or "its chunks were evicted at once"
+        raise UserError(
+            f"slices of {question} are not in the store and could not be put there ({reasons}; the "
+            "log says more): let it be written to and large enough (store.max_gib), fill it with "
+            "`coinrag cache build` and store.keep=chunks, or compare with store.folder=null"
+        )

@@ -1,16 +1,30 @@
 """What the engine tells of each request: a JSON line, and sums as Prometheus text."""
 
 import json
+import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from recipes.errors import UserError
+
+logger = logging.getLogger(__name__)
+# When a series began is of no use here, and doubles the text.
+disable_created_metrics()
 
 STAGES = (
-    "wait", "embed", "search", "score", "plan", "read", "copy", "rotate", "prefill",
+    "wait", "embed", "search", "score", "plan", "read", "compute", "copy", "rotate", "prefill",
 )  # fmt: skip
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True)
@@ -18,13 +32,16 @@ class RequestReport:
     """One request: what its prefix was made of, and where its time went.
 
     `stage_ms` has an entry for each of `STAGES`: waiting for the engine, embedding the question,
-    searching chunks, scoring nuggets, planning (the query's tokenization included), waiting for
-    slices (read, or computed where there are none), copying and rotating them into place, and the
-    forward pass up to the first token. Together they are the time to first token (TTFT).
+    searching chunks, scoring nuggets, planning (the query's tokenization included),
+    looking slices up and reading them, computing those that are neither in memory nor on disk,
+    copying and rotating them into place (on CUDA: queueing that), and the forward pass up to the
+    first token. Together they are the time to first token (TTFT).
     """
 
     question: str
     answer: str
+    evidence: list[str]
+    """Nugget texts, best first; titles of the chunks where whole chunks are served."""
     checkpoint: str
     system: str
     k_c: int
@@ -51,17 +68,33 @@ class Telemetry:
     """Counts requests, and appends each to a file of JSON lines if one is given."""
 
     def __init__(self, log: Path | None) -> None:
-        self._lock = Lock()
-        self._file = None if log is None else log.open("a", encoding="utf-8")
+        """Opens the file.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            self._file = None if log is None else log.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write the log of requests, {log}: {error.strerror}") from error
         self._registry = CollectorRegistry()
         counter, labels = self._counter, ("checkpoint", "system")
         self._requests = counter("requests", "Requests answered", *labels)
         self._failures = counter("failed_requests", "Requests that ended in an error", *labels)
-        self._prefix = counter("prefix_tokens", "Prefix tokens by where they came from", "source")
-        self._bytes = counter("read_bytes", "Bytes of slices read from disk")
-        self._answer = counter("answer_tokens", "Answer tokens")
+        self._prefix = counter("prefix_tokens", "Prefix tokens, by source", *labels, "source")
+        self._not_stored = Gauge(
+            "coinrag_chunks_not_stored",
+            "Computed chunks that the store did not take",
+            ("reason",),
+            registry=self._registry,
+        )
+        self._bytes = counter("read_bytes", "Bytes of slices read from disk", *labels)
+        self._answer = counter("answer_tokens", "Answer tokens", *labels)
         self._ttft = self._histogram("ttft_seconds", "Time to first token", *labels)
-        self._stages = self._histogram("stage_seconds", "Time to first token by stage", "stage")
+        self._stages = self._histogram(
+            "stage_seconds", "Time to first token, by stage", *labels, "stage"
+        )
+        self._total = self._histogram("request_seconds", "Time to the whole answer", *labels)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"coinrag_{name}", text, labels, registry=self._registry)
@@ -71,26 +104,37 @@ class Telemetry:
 
     def answered(self, report: RequestReport) -> None:
         """Counts and logs a request."""
-        self._requests.labels(report.checkpoint, report.system).inc()
+        whose = (report.checkpoint, report.system)
+        self._requests.labels(*whose).inc()
         for source in ("memory", "disk", "computed"):
-            self._prefix.labels(source).inc(getattr(report, f"tokens_{source}"))
-        self._bytes.inc(report.bytes_read)
-        self._answer.inc(report.new_tokens)
-        self._ttft.labels(report.checkpoint, report.system).observe(report.ttft_ms / 1e3)
+            self._prefix.labels(*whose, source).inc(getattr(report, f"tokens_{source}"))
+        self._bytes.labels(*whose).inc(report.bytes_read)
+        self._answer.labels(*whose).inc(report.new_tokens)
+        self._ttft.labels(*whose).observe(report.ttft_ms / 1e3)
+        self._total.labels(*whose).observe(report.total_ms / 1e3)
         for stage, milliseconds in report.stage_ms.items():
-            self._stages.labels(stage).observe(milliseconds / 1e3)
+            self._stages.labels(*whose, stage).observe(milliseconds / 1e3)
         if self._file is not None:
             line = json.dumps(asdict(report), ensure_ascii=False) + "\n"
-            with self._lock:
+            try:
                 self._file.write(line)
                 self._file.flush()
+            except OSError as error:
+                logger.warning("requests are answered but no longer logged: %s", error)
+                self._file = None
 
     def failed(self, checkpoint: str, system: str) -> None:
         """Counts a request that ended in an error."""
         self._failures.labels(checkpoint, system).inc()
 
-    def prometheus_text(self) -> str:
-        """All sums in Prometheus' text format."""
+    def prometheus_text(self, not_stored: Mapping[str, int]) -> str:
+        """All sums in Prometheus' text format.
+
+        Args:
+            not_stored: computed chunks that the store did not take, by the reason.
+        """
+        for reason, chunks in not_stored.items():
+            self._not_stored.labels(reason).set(chunks)
         return generate_latest(self._registry).decode()
 
     def close(self) -> None:

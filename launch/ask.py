@@ -1,5 +1,7 @@
 """`coinrag ask`: questions answered one after the other, their tokens shown as they come."""
 
+import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -10,6 +12,8 @@ from typing import Literal, TextIO
 from launch.commands import Result
 from recipes.errors import UserError
 from recipes.files import write_text
+
+logger = logging.getLogger(__name__)
 
 
 def ask(
@@ -52,18 +56,44 @@ def ask(
                 _show(piece, output)
             _show("\n", output)
             reply = asked.reply()
-            answers.append({"question": question, "answer": reply.answer} | asdict(reply.report))
+            answers.append(asdict(reply.report))
             if metrics:
-                write_text(Path(metrics), engine.prometheus_text())
+                _write_metrics(Path(metrics), engine.prometheus_text())
     if not answers:
         raise UserError("no question: give --question TEXT, or lines on stdin")
+    memory, disk, computed = (
+        sum(answer[f"tokens_{source}"] for answer in answers)
+        for source in ("memory", "disk", "computed")
+    )
+    logger.info(
+        "prefix tokens: %d from memory, %d from the store, %d computed", memory, disk, computed
+    )
     return {"answers": answers}
 
 
 def _questions(lines: Iterable[str]) -> Iterator[str]:
-    return (line.strip() for line in lines if line.strip())
+    for number, line in enumerate(lines, start=1):
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"question {number} is not UTF-8 text: {line!a}") from error
+        if line.strip():
+            yield line.strip()
+
+
+def _write_metrics(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UserError(f"cannot write the metrics, {path}: {error.strerror}") from error
 
 
 def _show(text: str, output: TextIO | None) -> None:
-    if output is not None:
+    if output is None:
+        return
+    try:
         print(text, end="", flush=True, file=output)
+    except BrokenPipeError as error:
+        # Nor can anything else be shown there when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UserError("nobody reads the answers any more") from error

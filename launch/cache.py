@@ -59,9 +59,11 @@ def verify(folder: str, *, model: str | None = None) -> Result:
         UserError: the folder holds no store, or `model` is not the one that filled it.
     """
     from cache_ops.store import Store
+    from cache_ops.store.lock import WAIT_SECONDS
+    from cache_ops.store.upkeep import TOKENS_DAMAGED
     from data_builders.kv_build import recompute_lost
 
-    with Store.open(folder) as store:
+    with Store.open(folder, wait_seconds=WAIT_SECONDS) as store:
         found = store.verify()
         damaged: dict[bytes, Result] = {
             one.key: {
@@ -73,11 +75,17 @@ def verify(folder: str, *, model: str | None = None) -> Result:
             for one in found.damaged
         }
         # Lost chunks that were found damaged before have no shard any more.
+        recomputed = recompute_lost(store, model) if model and store.lost() else 0
+        lost = list(store.lost())
+        known = store.token_ids([*lost, *damaged])
         left: dict[bytes, Result] = {
-            key: {"chunk": key.hex(), "why": "found damaged before"} for key in store.lost()
+            key: {
+                "chunk": key.hex(),
+                "why": "found damaged before" if key in known else TOKENS_DAMAGED,
+                **damaged.get(key, {}),
+            }
+            for key in lost
         }
-        recomputed = recompute_lost(store, model) if model and left else 0
-        left = {key: one | damaged.get(key, {}) for key, one in left.items() if key in store.lost()}
         if not store.writable:
             left |= damaged
         result: Result = {
@@ -89,7 +97,7 @@ def verify(folder: str, *, model: str | None = None) -> Result:
             "lost": list(left.values()),
         }
     if left:
-        raise UnrepairedError(_unrepaired(folder, result), result)
+        raise UnrepairedError(_unrepaired(folder, result, len(left.keys() - known.keys())), result)
     return result
 
 
@@ -100,8 +108,9 @@ def stat(folder: str) -> Result:
         UserError: the folder holds no store.
     """
     from cache_ops.store import Store
+    from cache_ops.store.lock import WAIT_SECONDS
 
-    with Store.open(folder) as store:
+    with Store.open(folder, wait_seconds=WAIT_SECONDS) as store:
         return {
             "folder": folder,
             **asdict(store.stat()),
@@ -120,8 +129,9 @@ def gc(folder: str) -> Result:
         UnrepairedError: chunks were found damaged on the way.
     """
     from cache_ops.store import Store
+    from cache_ops.store.lock import WAIT_SECONDS
 
-    with Store.open(folder) as store:
+    with Store.open(folder, wait_seconds=WAIT_SECONDS) as store:
         done = store.gc()
     result: Result = {
         "folder": folder,
@@ -145,9 +155,10 @@ def export(folder: str, out: str, *, dtype: StoreDtype | None = None) -> Result:
         UserError: the folder holds no store, a chunk is damaged, or there is something at `out`.
     """
     from cache_ops.store import Store
+    from cache_ops.store.lock import WAIT_SECONDS
     from data_builders.kv_build import export_store
 
-    with Store.open(folder) as store:
+    with Store.open(folder, wait_seconds=WAIT_SECONDS) as store:
         export_store(store, Path(out), dtype)
     return stat(out)
 
@@ -236,7 +247,8 @@ def _described(result: Result) -> str:
     return "\n".join([result["folder"], *(f"  {k:<{width}}  {v}" for k, v in lines.items())])
 
 
-def _unrepaired(folder: str, result: Result) -> str:
+def _unrepaired(folder: str, result: Result, without_tokens: int = 0) -> str:
+    """The lost chunks and the way out, which is another one for those `without_tokens`."""
     lost = result["lost"]
     shown = [
         f"{one['chunk']}" + (f" in {one['shard']}" if "shard" in one else "") + f": {one['why']}"
@@ -244,12 +256,17 @@ def _unrepaired(folder: str, result: Result) -> str:
     ]
     more = [f"and {len(lost) - _DAMAGED_SHOWN:,} more (--json names all)"]
     lines = shown + (more if len(lost) > _DAMAGED_SHOWN else [])
-    return (
-        f"{folder}: {len(lost):,} damaged chunks:\n  "
-        + "\n  ".join(lines)
-        + "\ncoinrag cache verify --model FOLDER computes them again, and so does coinrag cache "
-        "build with the recipe"
-    )
+    if not without_tokens:
+        way_out = (
+            "coinrag cache verify --model FOLDER computes them again, and so does coinrag cache "
+            "build with the recipe"
+        )
+    else:
+        way_out = (
+            f"coinrag cache build with the recipe computes them again; verify --model cannot do so "
+            f"for {without_tokens:,} of them, whose tokens are damaged"
+        )
+    return f"{folder}: {len(lost):,} damaged chunks:\n  " + "\n  ".join(lines) + f"\n{way_out}"
 
 
 def _size(count: int) -> str:

@@ -57,6 +57,8 @@ class PromptConfig(Section):
 
 
 class ContextConfig(Section):
+    # Whether answers train the encoding of their chunks: full; detach, not; frozen, chunks are the
+    # base model's keys and values, so that its store serves the fine-tuned model too.
     gradient: Literal["full", "detach", "frozen"] = "full"
 
 
@@ -65,7 +67,7 @@ class StoreConfig(Section):
 
     # One store for each set of weights lies inside: base, fine_tuned. null: nothing is kept.
     folder: Text | None = None
-    # nuggets: only the tokens that some nugget covers.
+    # nuggets: only the tokens that some nugget covers; TurboRAG serves whole chunks.
     keep: Literal["nuggets", "chunks"] = "nuggets"
     # null: the model's own.
     dtype: Literal["float32", "bfloat16", "float16", "int8", "float8"] | None = None

@@ -105,6 +105,8 @@ def open_frozen_context(
         base_weights_only=has_adapter,
         writable=has_adapter and writable,
         compute=has_adapter,
+        # Beside a step it costs nothing, and no one sees what a wrong slice has taught a model.
+        always_check=True,
     )
     return FrozenContext(supply, model.dtype)
 
@@ -117,6 +119,8 @@ def refuse_missing(config: Recipe, store: Store | None, used: Sequence[UsedRange
     """
     keys = [chunk_key(token_ids) for token_ids, _ in used]
     stored = store.locate(keys) if store is not None else {}
+    for key in store.unreadable(stored) if store is not None else ():
+        del stored[key]
     missing = sum(
         bool(missing_ranges(stored.get(key), ranges))
         for key, (_, ranges) in zip(keys, used, strict=True)

@@ -100,6 +100,13 @@ class Database:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / INDEX
+        if folder.is_file():
+            raise NotAStoreError(f"{folder} is a file, and a store is a folder; give another path")
+        if self.path.is_dir():
+            raise NotAStoreError(
+                f"no store at {folder}: {INDEX} is a folder there, and not a file; move it away, "
+                "or give another folder"
+            )
         if not self.path.is_file():
             raise NotAStoreError(
                 f"no store at {folder}: it has no file {INDEX}; `coinrag cache build` makes one"
@@ -201,7 +208,7 @@ class Database:
 
 @contextmanager
 def errors_named(folder: Path) -> Iterator[None]:
-    """Gives SQLite's errors the names and words of `store_errors`."""
+    """Gives SQLite's errors the names and words of `errors`."""
     try:
         yield
     except sqlite3.Error as error:

@@ -30,6 +30,10 @@ class StoreReadOnlyError(StoreError):
     """The store's folder takes no writes."""
 
 
+class StoreWriteError(StoreError):
+    """The system refuses a write to the store: a folder is gone, or something is in its place."""
+
+
 class StoreFullError(StoreError):
     """The byte budget has no room for a chunk."""
 

@@ -7,25 +7,27 @@ are *dead*; they are never counted in a place of their own, so no count can be w
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from cache_ops.store.database import Database, errors_named, index_damaged
-from cache_ops.store.shards import Shard
+from cache_ops.store.shards import HEADER_BYTES, Shard
 from cache_ops.store.stored import (
     Entry,
     Ranges,
     Row,
     Stored,
-    chunk_key,
+    are_ranges,
     count_tokens,
     pack_ranges,
     pack_tokens,
+    packed_key,
     unpack_ranges,
     unpack_tokens,
 )
 
 _KEYS_A_QUERY = 500
+Value = TypeVar("Value")
 
 
 class Index:
@@ -41,7 +43,7 @@ class Index:
         column, join = details if checksums else ("", "")
         found: dict[bytes, Stored] = {}
         for row in self._by_key(
-            f"""SELECT chunks.key, name, bytes, offset, ranges, checksum {column}
+            f"""SELECT chunks.key, name, bytes, kept, offset, ranges, checksum {column}
                 FROM chunks JOIN shards ON shards.id = chunks.shard {join}
                 WHERE chunks.key IN """,
             keys,
@@ -52,20 +54,24 @@ class Index:
         return found
 
     def token_ids(self, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
-        """The tokens of those of the chunks that are known, lost ones too."""
+        """The tokens of those of the chunks that are known, lost ones too; damaged ones are not."""
         query = "SELECT key, token_ids FROM chunks JOIN details ON chunk = chunks.id WHERE key IN "
-        found = {key: unpack_tokens(packed) for key, packed in self._by_key(query, keys)}
-        return {key: tokens for key, tokens in found.items() if chunk_key(tokens) == key}
+        return {
+            key: unpack_tokens(packed)
+            for key, packed in self._by_key(query, keys)
+            if isinstance(packed, bytes) and packed_key(packed) == key
+        }
 
     def keys(self) -> list[bytes]:
         """All chunks that are stored and not lost."""
-        return [key for (key,) in self._all("SELECT key FROM chunks WHERE shard IS NOT NULL")]
+        rows = self._all("SELECT key FROM chunks WHERE shard IS NOT NULL")
+        return [self._typed(key, bytes) for (key,) in rows]
 
     def lost(self) -> dict[bytes, Ranges]:
         """The chunks that are lost, and which of their tokens were kept; () where unknown."""
         rows = self._all("SELECT key, ranges, checksum FROM chunks WHERE shard IS NULL")
         return {
-            key: unpack_ranges(packed) if checksum == _lost_checksum(key, packed) else ()
+            self._typed(key, bytes): _lost_ranges(key, packed, checksum)
             for key, packed, checksum in rows
         }
 
@@ -79,7 +85,12 @@ class Index:
                           (SELECT coalesce(sum(kept), 0) FROM chunks WHERE shard = shards.id)
                    FROM shards ORDER BY id"""
         return [
-            Shard(number, name, size, kept * self._record_bytes)
+            Shard(
+                number,
+                self._typed(name, str),
+                self._typed(size, int),
+                self._typed(kept, int) * self._record_bytes,
+            )
             for number, name, size, kept in self._all(query)
         ]
 
@@ -88,17 +99,23 @@ class Index:
         query = """SELECT id, key, kept, offset, ranges, checksum, checksums
                    FROM chunks JOIN details ON chunk = id WHERE shard = ? ORDER BY offset"""
         return [
-            Row(number, key, kept, self._stored(key, shard.name, shard.bytes, *place))
+            Row(
+                number,
+                self._typed(key, bytes),
+                self._typed(kept, int),
+                self._stored(key, shard.name, shard.bytes, kept, *place),
+            )
             for number, key, kept, *place in self._all(query, shard.id)
         ]
 
     def broken(self) -> list[tuple[bytes, int]]:
         """Keys and kept tokens of chunks that refer to parts of the index that are not there."""
-        return self._all(
+        rows = self._all(
             """SELECT key, kept FROM chunks LEFT JOIN shards ON shards.id = shard
                       LEFT JOIN details ON details.chunk = chunks.id
                WHERE shard IS NOT NULL AND (shards.id IS NULL OR details.chunk IS NULL)"""
         )
+        return [(self._typed(key, bytes), self._typed(kept, int)) for key, kept in rows]
 
     def check(self) -> None:
         """Lets SQLite check its file.
@@ -209,19 +226,34 @@ class Index:
         key: bytes,
         name: str,
         size: int,
+        kept: int,
         offset: int,
-        ranges: bytes,
+        packed: bytes,
         checksum: int,
         checksums: bytes | None = None,
     ) -> Stored | None:
-        """None where the row is not what was written."""
+        """None where the row is not what was written, or what no writer of ours would write."""
         try:
-            if checksum != _checksum(key, name, size, offset, ranges):
+            if checksum != _checksum(key, name, size, offset, packed):
                 return None
-            kept = unpack_ranges(ranges)
+            ranges = unpack_ranges(packed)
         except (TypeError, AttributeError, struct.error):
             return None
-        return Stored(key, name, size, offset, self._record_bytes, kept, checksums)
+        if (
+            not are_ranges(ranges)
+            or kept != count_tokens(ranges)
+            or offset < HEADER_BYTES
+            or offset + kept * self._record_bytes > size
+            or not isinstance(checksums, bytes | None)
+        ):
+            return None
+        return Stored(key, name, size, offset, self._record_bytes, ranges, checksums)
+
+    def _typed(self, value: Any, kind: type[Value]) -> Value:
+        """SQLite puts no bounds on what a column holds."""
+        if not isinstance(value, kind):
+            raise index_damaged(self.database.folder, f"it holds {value!r:.40} for {kind.__name__}")
+        return value
 
     def _by_key(self, query: str, keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
         for at in range(0, len(keys), _KEYS_A_QUERY):
@@ -233,8 +265,7 @@ class Index:
             return self.database.connection().execute(query, values).fetchall()
 
     def _one(self, query: str, *values: Any) -> int:
-        number: int = self._all(query, *values)[0][0]
-        return number
+        return self._typed(self._all(query, *values)[0][0], int)
 
     def _change(self, query: str, rows: Sequence[tuple[Any, ...]]) -> int:
         """Changes a row for each of `rows`; returns how many there were to change."""
@@ -244,6 +275,14 @@ class Index:
 
 def _checksum(key: bytes, name: str, size: int, offset: int, ranges: bytes) -> int:
     return crc32(key + name.encode() + struct.pack("<qq", size, offset) + ranges)
+
+
+def _lost_ranges(key: bytes, packed: bytes, checksum: int) -> Ranges:
+    try:
+        ranges = unpack_ranges(packed) if checksum == _lost_checksum(key, packed) else ()
+    except (TypeError, AttributeError, struct.error):
+        return ()
+    return ranges if are_ranges(ranges) else ()
 
 
 def _lost_checksum(key: bytes, ranges: bytes) -> int:

@@ -10,7 +10,11 @@ from pathlib import Path
 from cache_ops.store.errors import StoreBusyError
 
 _LOCK = "writer.lock"
+_PID_BYTES = 20
 _POLL_SECONDS = 0.02
+
+WAIT_SECONDS = 10.0
+"""How long commands and runs wait for another writer."""
 
 
 @contextmanager
@@ -29,14 +33,15 @@ def writer_lock(folder: Path, wait_seconds: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    holder = os.pread(descriptor, 32, 0).decode(errors="replace") or "unknown"
+                    pid = os.pread(descriptor, _PID_BYTES, 0).decode(errors="replace").strip()
+                    holder = f"process {pid}" if pid else "another process"
                     raise StoreBusyError(
-                        f"process {holder} is writing to the store at {folder}, and a store has "
+                        f"{holder} is writing to the store at {folder}, and a store has "
                         "one writer at a time; wait for it, or give another folder"
                     ) from None
                 time.sleep(_POLL_SECONDS)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        # In one write over the last holder's, so that nobody reads half of it.
+        os.pwrite(descriptor, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)
         yield
     finally:
         # A process forked meanwhile has the descriptor too; closing ours would leave it the lock.

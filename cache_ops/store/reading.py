@@ -93,7 +93,9 @@ class SliceReader:
 
 
 class Reading:
-    """Slices on their way into a buffer, which is not to be touched until `wait` has returned.
+    """Slices on their way into a buffer.
+
+    Until `wait` has returned, only rows that `ready` has yielded may be read, and none written.
 
     Attributes:
         pieces_left: reads that are not done yet.

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,10 @@ from cache_ops.store.stored import Stored, count_tokens, record_checksums
 
 # The count of tokens is known last, so a whole page is kept for the header.
 HEADER_BYTES = 4096
+TEMPORARY = ".tmp"
 _LENGTH_BYTES = 8
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
-_TEMPORARY = ".tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -71,11 +71,10 @@ def open_shard(folder: Path, name: str, expected_bytes: int) -> int:
             raise ShardDamagedError(name, f"has {size:,} bytes instead of {expected_bytes:,}")
         if _data_bytes(os.pread(descriptor, HEADER_BYTES, 0)) != size - HEADER_BYTES:
             raise ShardDamagedError(name, "has a damaged header")
-    except OSError as error:
+    except BaseException as error:
         os.close(descriptor)
-        raise ShardDamagedError(name, f"cannot be read ({error})") from error
-    except ShardDamagedError:
-        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise ShardDamagedError(name, f"cannot be read ({error})") from error
         raise
     return descriptor
 
@@ -109,7 +108,7 @@ class ShardWriter:
         self.bytes = HEADER_BYTES
         self._folder = folder
         self._layout = layout
-        self._temporary = folder / f"{self.name}{_TEMPORARY}"
+        self._temporary = folder / f"{self.name}{TEMPORARY}"
         with disk_full_named(folder):
             # Unbuffered: a failed write raises here and not on close.
             self._file = self._temporary.open("xb", buffering=0)
@@ -156,16 +155,28 @@ class ShardWriter:
 
 
 def remove_shards(folder: Path, names: Iterable[str]) -> None:
-    """Deletes shards that the index does not name (any more); other names are passed over."""
+    """Deletes shards that the index does not name (any more).
+
+    Other names are passed over, and folders.
+    """
     for name in names:
-        if _NAME.fullmatch(name.removesuffix(_TEMPORARY)):
-            (folder / name).unlink(missing_ok=True)
+        if _NAME.fullmatch(name.removesuffix(TEMPORARY)):
+            with suppress(IsADirectoryError):
+                (folder / name).unlink(missing_ok=True)
 
 
 def list_shards(folder: Path) -> list[str]:
-    """The names of all shards in a folder, temporary ones included, and of nothing else."""
-    names = os.listdir(folder)  # noqa: PTH208 (a Path for each of many files is slow)
-    return [name for name in names if _NAME.fullmatch(name.removesuffix(_TEMPORARY))]
+    """The names of all shards in a folder, temporary ones included, and of nothing else.
+
+    A folder or a link is no shard, whatever its name.
+    """
+    with os.scandir(folder) as entries:
+        return [
+            entry.name
+            for entry in entries
+            if _NAME.fullmatch(entry.name.removesuffix(TEMPORARY))
+            and entry.is_file(follow_symlinks=False)
+        ]
 
 
 def sync_folder(folder: Path) -> None:
@@ -199,6 +210,6 @@ def _data_bytes(header: bytes) -> int | None:
     try:
         (tensor,) = json.loads(header[_LENGTH_BYTES:]).values()
         start, end = tensor["data_offsets"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return end if start == 0 and isinstance(end, int) else None

@@ -4,6 +4,7 @@ A shard is complete and durable under its name before the index names it. So wha
 process leaves the whole shard in the index, or a file that nothing refers to.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,16 @@ from typing import Generic, Literal, TypedDict, TypeVar
 
 from cache_ops.records import RecordLayout
 from cache_ops.store.index import Index
-from cache_ops.store.shards import HEADER_BYTES, Shard, ShardWriter, list_shards, remove_shards
+from cache_ops.store.shards import (
+    HEADER_BYTES,
+    TEMPORARY,
+    Shard,
+    ShardWriter,
+    list_shards,
+    remove_shards,
+)
+
+logger = logging.getLogger(__name__)
 
 WhenFull = Literal["refuse", "evict"]
 Item = TypeVar("Item")
@@ -47,9 +57,18 @@ class Space:
         """Deletes files that the index does not name; returns how many, and their bytes."""
         named = {shard.name for shard in self.index.shards()}
         orphans = [name for name in list_shards(self.folder) if name not in named]
-        size = sum((self.folder / name).stat().st_size for name in orphans)
+        sizes = {name: (self.folder / name).lstat().st_size for name in orphans}
+        whole = [name for name in orphans if not name.endswith(TEMPORARY)]
+        if whole:
+            logger.warning(
+                "%s: deleting %d shards (%d bytes) that the index does not name: an interrupted "
+                "write left them, or they belonged to an index that is not here any more",
+                self.folder,
+                len(whole),
+                sum(sizes[name] for name in whole),
+            )
         remove_shards(self.folder, orphans)
-        return len(orphans), size
+        return len(orphans), sum(sizes.values())
 
 
 class ShardFiller(Generic[Item]):

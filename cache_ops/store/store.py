@@ -5,9 +5,11 @@ layout. A chunk's kept tokens lie side by side in one shard, so that one nugget 
 range; `reading` reads them. Adding and removing chunks rewrites nothing else.
 """
 
+import logging
+import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -17,20 +19,22 @@ from cache_ops.records import RecordLayout
 from cache_ops.store.adding import Adding
 from cache_ops.store.database import INDEX, Database, create_database, index_damaged
 from cache_ops.store.errors import (
-    DiskFullError,
     ForeignStoreError,
     NotAStoreError,
-    StoreBusyError,
+    ShardDamagedError,
     StoreError,
     StoreExistsError,
     StoreReadOnlyError,
+    StoreWriteError,
 )
 from cache_ops.store.index import Index
 from cache_ops.store.lock import writer_lock
-from cache_ops.store.shards import disk_full_named, sync_folder
+from cache_ops.store.shards import disk_full_named, open_shard, sync_folder
 from cache_ops.store.space import Space, StoreOptions, WhenFull
 from cache_ops.store.stored import NewChunk, Ranges, Stored
 from cache_ops.store.upkeep import Collected, StoreStat, Verified, collect, measure, verify
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 256 << 20
 _SHARDS = "shards"
@@ -42,8 +46,8 @@ class Store:
     """A store that is open. Threads may share it; another process opens it anew.
 
     Every method may raise `IndexDamagedError`. Those that write raise `StoreReadOnlyError`,
-    `DiskFullError`, and `StoreBusyError` where another process, or another `Store` of this one,
-    writes for longer than `wait_seconds`.
+    `DiskFullError`, `StoreWriteError`, and `StoreBusyError` where another process, or another
+    `Store` of this one, writes for longer than `wait_seconds`.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Store:
         try:
             self.fingerprint = Fingerprint.from_json(database.meta("fingerprint"))
             self.layout = RecordLayout.from_json(database.meta("layout"))
+            assert self.layout.token_bytes > 0, self.layout
         except (TypeError, AssertionError) as error:
             raise index_damaged(self.folder, f"what it holds is not described: {error}") from error
         self._database = database
@@ -95,7 +100,7 @@ class Store:
             with disk_full_named(folder):
                 (folder / _SHARDS).mkdir(parents=True, exist_ok=True)
                 with writer_lock(folder, options.get("wait_seconds", 0.0)):
-                    if (folder / INDEX).exists():
+                    if (folder / INDEX).is_file():
                         raise StoreExistsError(f"there is a store at {folder} already; open it")
                     create_database(folder, meta)
                     sync_folder(folder)
@@ -169,12 +174,28 @@ class Store:
         """
         return self._index.lookup(keys, checksums)
 
+    def unreadable(self, located: Mapping[bytes, Stored]) -> list[bytes]:
+        """Those of the chunks whose shard is missing or not whole: `locate` asks the index only.
+
+        Looks at the size and the header of each shard once, and reads no records.
+        """
+        broken: set[str] = set()
+        for name, size in {(stored.shard, stored.shard_bytes) for stored in located.values()}:
+            try:
+                os.close(open_shard(self.shards_folder, name, size))
+            except ShardDamagedError:
+                broken.add(name)
+        suspects = [key for key, stored in located.items() if stored.shard in broken]
+        # gc may have moved them meanwhile.
+        now = self.locate(suspects)
+        return [key for key in suspects if key in now and now[key].shard in broken]
+
     def keys(self) -> list[bytes]:
         """The keys of all chunks that are stored."""
         return self._index.keys()
 
     def token_ids(self, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
-        """All tokens of chunks, those of lost chunks too; unknown ones are left out."""
+        """All tokens of chunks, those of lost chunks too; unknown and damaged ones are left out."""
         return self._index.token_ids(keys)
 
     def lost(self) -> dict[bytes, Ranges]:
@@ -253,20 +274,36 @@ class Store:
 
         Without that only an order of eviction is lost.
         """
-        if self._touched and self.writable:
-            with suppress(StoreBusyError, DiskFullError), self._writing():
-                pass
-        self._database.close()
+        try:
+            if self._touched and self.writable:
+                with self._writing(wait_seconds=0.0):
+                    pass
+        except StoreError as error:
+            logger.warning("the last uses of chunks were not noted: %s", error)
+        finally:
+            self._database.close()
 
     @contextmanager
-    def _writing(self) -> Iterator[int]:
+    def _writing(self, wait_seconds: float | None = None) -> Iterator[int]:
         """Holds the writer's lock, with the uses noted written down; gives the time of a change."""
+        try:
+            with disk_full_named(self.folder), self._locked(wait_seconds) as now:
+                yield now
+        except OSError as error:
+            raise StoreWriteError(
+                f"the store at {self.folder} cannot be written ({error}); see that {_SHARDS} is a "
+                "folder in it and that nothing else has put its own files there"
+            ) from error
+
+    @contextmanager
+    def _locked(self, wait_seconds: float | None) -> Iterator[int]:
         if not self.writable:
             raise StoreReadOnlyError(
                 f"the store at {self.folder} is in a read-only folder: it can be read, but takes "
                 "no chunks; copy it to where it can be written, or set store.folder to null"
             )
-        with self._writing_here, writer_lock(self.folder, self._wait_seconds):
+        wait_seconds = self._wait_seconds if wait_seconds is None else wait_seconds
+        with self._writing_here, writer_lock(self.folder, wait_seconds):
             if not self._swept:
                 self._space.delete_orphans()
             self._swept = False

@@ -18,7 +18,12 @@ Ranges = tuple[tuple[int, int], ...]
 
 def chunk_key(token_ids: Sequence[int]) -> bytes:
     """The content address of a chunk: SHA-256 of its tokens as little-endian int32."""
-    return hashlib.sha256(pack_tokens(token_ids)).digest()
+    return packed_key(pack_tokens(token_ids))
+
+
+def packed_key(packed: bytes) -> bytes:
+    """The `chunk_key` of tokens that `pack_tokens` wrote."""
+    return hashlib.sha256(packed).digest()
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -127,6 +132,12 @@ def union_ranges(*several: Iterable[tuple[int, int]]) -> Ranges:
         else:
             joined.append((start, end))
     return tuple(joined)
+
+
+def are_ranges(ranges: Ranges) -> bool:
+    """Whether there is at least one range, none is empty, and they ascend without overlap."""
+    places = [place for span in ranges for place in span]
+    return bool(ranges) and places == sorted(places) and all(start < end for start, end in ranges)
 
 
 def missing_ranges(stored: Stored | None, wanted: Iterable[tuple[int, int]]) -> Ranges:

@@ -16,6 +16,9 @@ from cache_ops.store.stored import Row, Stored
 # Part of the budget that an eviction frees beyond its need, so that not every chunk needs another.
 _SLACK = 16
 
+TOKENS_DAMAGED = "its tokens in the index are damaged"
+"""Why a chunk is lost that cannot be computed again from the store alone."""
+
 
 @dataclass(frozen=True)
 class Damaged:
@@ -83,7 +86,7 @@ def measure(space: Space) -> StoreStat:
 
 
 def verify(space: Space, repair: bool) -> Verified:
-    """Reads every record and compares checksums.
+    """Reads every record and compares checksums; checks the tokens against the keys.
 
     Args:
         space: the store's.
@@ -101,8 +104,10 @@ def verify(space: Space, repair: bool) -> Verified:
             chunks += 1
             if isinstance(records, str):
                 damaged.append(Damaged(row.key, row.kept, shard.name, records))
-            else:
-                size += len(records)
+                continue
+            size += len(records)
+            if not space.index.token_ids([row.key]):
+                damaged.append(Damaged(row.key, row.kept, shard.name, TOKENS_DAMAGED))
     if repair and damaged:
         _mark_lost(space, damaged)
     return Verified(chunks, size, tuple(damaged))

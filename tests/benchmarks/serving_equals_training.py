@@ -37,6 +37,7 @@ def answer(path: OnlinePath, request: OnlineRequest) -> list[int]:
     path.fill(request)
     while not request.generation.done:
         path.advance([request])
+    request.release()
     return request.generation.token_ids
 
 

@@ -11,6 +11,7 @@ difference, and how many differ.
 """
 
 import argparse
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 from figures import render, write
 
 from cache_ops.cached import forward_cached
+from cache_ops.encode import encode_chunk
 from cache_ops.hf import load_tokenizer
+from cache_ops.memory_tier import MemoryTier
 from cache_ops.records import RecordLayout
-from data_builders.kv import open_supply
+from cache_ops.supply import Supply
 from data_builders.prompt import PromptTemplate
 from eval.checkpoints import load_served, weights_folder
 from eval.compare import dev_questions
@@ -46,12 +49,16 @@ def main() -> None:
     model = load_served(config, weights_folder(config, arguments.checkpoint), tokenizer)
     width = Width(config.retrieval.k_c, config.retrieval.k)
     dtypes = arguments.dtypes.split(",")
+    # A chunk is encoded once for all dtypes.
+    encode = lru_cache(maxsize=256)(lambda token_ids: encode_chunk(model, token_ids))
     paths = {}
     for dtype in dtypes:
-        changes = {"folder": None, "dtype": dtype, "memory_gib": 0.25, "keep": "chunks"}
-        store = config.store.model_copy(update=changes)
-        supply = open_supply(
-            config.model_copy(update={"store": store}), model, tokenizer, arguments.checkpoint
+        supply = Supply(
+            RecordLayout.from_model(model.config, dtype),
+            reader=None,
+            memory=MemoryTier(2**28),
+            encode=lambda token_ids: encode(tuple(token_ids)),
+            keep="chunks",
         )
         paths[dtype] = OnlinePath(config, model, template, supply)
     scores: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
@@ -67,8 +74,7 @@ def main() -> None:
             generation.take(int(logits_1V.argmax()))
             while not generation.done:
                 path.advance([request])
-            if request.supplied is not None:
-                request.supplied.release()
+            request.release()
             logits[dtype].append(logits_1V[0].float())
             tokens[dtype].append(generation.token_ids)
             text = tokenizer.decode(generation.token_ids, skip_special_tokens=True).strip()

@@ -37,7 +37,7 @@ from recipes.progress import track
 from recipes.resolve import resolve
 from recipes.schema import Recipe
 
-ORDER = ("embed", "search", "score", "plan", "read", "copy", "rotate", "prefill")
+ORDER = ("embed", "search", "score", "plan", "read", "compute", "copy", "rotate", "prefill")
 QWEN2_7B = Qwen2Config(
     hidden_size=3584,
     intermediate_size=18944,
@@ -73,8 +73,7 @@ def measure(config: Recipe, checkpoint: str, count: int) -> tuple[list[dict[str,
             found = retriever.retrieve(question.question).question
             for name, width in widths.items():
                 path.fill(request := path.begin(found, name, width))
-                if request.supplied is not None:
-                    request.supplied.release()
+                request.release()
         for number, question in enumerate(track(questions, "ask", unit="questions")):
             shift = number % len(widths)
             for name in [*widths][shift:] + [*widths][:shift]:
@@ -82,6 +81,7 @@ def measure(config: Recipe, checkpoint: str, count: int) -> tuple[list[dict[str,
                 request = path.begin(retrieved.question, name, widths[name])
                 path.fill(request)
                 path.advance([request])
+                request.release()
                 supplied = request.supplied
                 rows.append(
                     {
@@ -90,6 +90,7 @@ def measure(config: Recipe, checkpoint: str, count: int) -> tuple[list[dict[str,
                         "search": retrieved.search_ms,
                         "score": retrieved.score_ms,
                         **request.stage_ms,
+                        "cached_tokens": request.served.plan.tokens,
                         "active_tokens": request.served.active_tokens,
                         "online_tokens": request.online_tokens,
                         "bytes_read": 0 if supplied is None else supplied.bytes_read,
@@ -121,10 +122,9 @@ def summary(rows: list[dict[str, Any]], model_config: Any, token_bytes: int) -> 
         known = [total - row["embed"] for total, row in zip(ttft, mine, strict=True)]
         online = statistics.mean(row["online_tokens"] for row in mine)
         active = statistics.mean(row["active_tokens"] for row in mine)
+        cached = statistics.mean(row["cached_tokens"] for row in mine)
         prefix = statistics.mean(row["bytes_read"] for row in mine)
         prefill_s = statistics.mean(stages["prefill"]) / 1e3
-        # Standard RAG's context is counted among its online tokens.
-        cached = active if prefix else 0.0
         work = flops(model_config, online, cached)
         result[name] = {
             "questions": len(mine),

@@ -1,5 +1,7 @@
 """Requests over cached prefixes: alone, together, prefix by prefix, against plain transformers."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from reference import prefix_cache
@@ -10,7 +12,9 @@ from transformers import PreTrainedModel
 from cache_ops.assemble import gather
 from cache_ops.cached import RequestCache, enable_cached, forward_cached
 from cache_ops.encode import encode_chunk
+from cache_ops.hf import restore_rope_tables
 from cache_ops.plan import PROMPT, PrefixPlan, Span, plan_prefix
+from cache_ops.records import RecordLayout, StoreDtype
 from cache_ops.rope import Rope
 
 PROMPT_IDS = [5, 6, 7]
@@ -55,12 +59,8 @@ def expected(model: PreTrainedModel, plan: PrefixPlan, tokens: list[int]) -> Ten
     return logits
 
 
-@pytest.mark.parametrize("rope", ROPE_TYPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_query_then_single_tokens_equal_one_pass_of_transformers(
-    architecture: str, rope: str
-) -> None:
-    model = tiny_model(architecture, rope)
+def assert_steps_are_one_pass(model: PreTrainedModel) -> None:
+    """A query and then single tokens, over every plan, against one pass of transformers."""
     more = [55, 66, 77]
     for plan in PLANS.values():
         whole = expected(model, plan, QUERY + more)
@@ -68,6 +68,29 @@ def test_query_then_single_tokens_equal_one_pass_of_transformers(
         steps = [forward_cached(model, [(cache, QUERY)])]
         steps += [forward_cached(model, [(cache, [token])]) for token in more]
         torch.testing.assert_close(torch.cat(steps), whole[len(QUERY) - 1 :], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rope", ROPE_TYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_query_then_single_tokens_equal_one_pass_of_transformers(
+    architecture: str, rope: str
+) -> None:
+    assert_steps_are_one_pass(tiny_model(architecture, rope))
+
+
+@pytest.mark.parametrize("key_value_heads", [1, 4])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_one_head_for_all_queries_and_one_for_each_with_biases(
+    architecture: str, key_value_heads: int
+) -> None:
+    grouped = tiny_model(architecture, "yarn")
+    config = deepcopy(grouped.config)
+    config.num_key_value_heads, config.attention_bias = key_value_heads, True
+    model = type(grouped)(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.2) if weight.dim() == 2 else weight.uniform_(0.5, 1.5)
+    assert_steps_are_one_pass(model)
 
 
 def test_requests_of_all_lengths_do_not_see_each_other() -> None:
@@ -115,6 +138,40 @@ def test_a_bfloat16_model_takes_a_wider_prefix() -> None:
         for prefix in (kv_TL2HD, kv_TL2HD.float())
     ]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("model_dtype", "stored", "tolerance"),
+    [
+        (torch.float32, "float32", 0.0),
+        (torch.float32, "bfloat16", 2e-2),
+        (torch.float32, "float16", 5e-3),
+        (torch.float32, "int8", 5e-2),
+        (torch.float32, "float8", 0.2),
+        (torch.bfloat16, "float32", 0.0),
+        (torch.bfloat16, "bfloat16", 0.0),
+        (torch.bfloat16, "float16", 1e-2),
+        (torch.bfloat16, "int8", 0.1),
+        (torch.bfloat16, "float8", 0.2),
+    ],
+)
+def test_records_of_every_dtype_under_a_model_of_either(
+    architecture: str, model_dtype: torch.dtype, stored: StoreDtype, tolerance: float
+) -> None:
+    model = tiny_model(architecture).to(model_dtype)
+    restore_rope_tables(model)
+    plan = PLANS["kept overlaps by score"]
+    layout = RecordLayout.from_model(model.config, stored)
+    own = gather(plan, {name: encode_chunk(model, ids) for name, ids in CHUNKS.items()})
+    enable_cached(model)
+    expected_BV, found_BV = (
+        forward_cached(
+            model, [(RequestCache(plan, prefix, Rope.from_config(model.config), room=4), QUERY)]
+        ).float()
+        for prefix in (own, layout.decode(layout.encode(own), model_dtype))
+    )
+    assert (found_BV - expected_BV).abs().max() <= tolerance * expected_BV.abs().max()
 
 
 def test_more_tokens_than_room_and_calls_of_another_kind_are_refused() -> None:

@@ -40,19 +40,23 @@ def test_two_tensors_exchanged_change_the_digest():
 
 
 def test_tensors_beyond_one_piece_are_hashed_whole(monkeypatch):
-    monkeypatch.setattr("cache_ops.fingerprint._HASH_PIECE_BYTES", 1000)
     model = tiny_model()
-    assert weights_digest(model) == weights_digest(model)
     before = weights_digest(model)
+    monkeypatch.setattr("cache_ops.fingerprint._HASH_PIECE_BYTES", 1000)
+    assert weights_digest(model) == before
     with torch.no_grad():
         model.model.embed_tokens.weight[-1, -1] += 1
     assert weights_digest(model) != before
 
 
-def test_other_architecture_settings_on_the_same_weights_differ():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rms_norm_eps", 1e-3), ("num_attention_heads", 8), ("hidden_act", "gelu")],
+)
+def test_other_architecture_settings_on_the_same_weights_differ(name, value):
     model = tiny_model()
     before = weights_digest(model)
-    model.config.rms_norm_eps *= 10
+    setattr(model.config, name, value)
     assert weights_digest(model) != before
 
 
@@ -78,10 +82,13 @@ def test_an_adapter_has_its_own_digest_and_the_base_reading_that_of_the_base(opt
 
 
 def test_the_digest_changes_just_where_the_keys_and_values_do():
-    model = adapted()
+    plain, model = tiny_model(), adapted()
+    expected, digest = encode_chunk(plain, [1, 2, 3]), weights_digest(plain)
     with model.disable_adapter():
-        assert torch.equal(encode_chunk(model, [1, 2, 3]), encode_chunk(tiny_model(), [1, 2, 3]))
-    assert not torch.equal(encode_chunk(model, [1, 2, 3]), encode_chunk(tiny_model(), [1, 2, 3]))
+        assert torch.equal(encode_chunk(model, [1, 2, 3]), expected)
+        assert weights_digest(model) == digest
+    assert not torch.equal(encode_chunk(model, [1, 2, 3]), expected)
+    assert weights_digest(model) != digest
 
 
 def test_every_adapter_and_every_scaling_differs():

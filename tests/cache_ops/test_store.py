@@ -193,6 +193,27 @@ def test_everything_is_there_after_reopening(tmp_path):
         assert store.verify().damaged == ()
 
 
+def test_no_lookup_goes_through_all_chunks(store):
+    store.add([new_chunk(number) for number in range(4)])
+    connection = store._database.connection()
+    queries = []
+    connection.set_trace_callback(queries.append)
+    store.locate([key_of(1)])
+    store.locate([key_of(1)], checksums=True)
+    store.touch([key_of(1)])
+    store.remove([key_of(2)])
+    store.add([new_chunk(5)])
+    connection.set_trace_callback(None)
+    plans = [
+        step
+        for query in queries
+        if query.split()[0] in ("SELECT", "UPDATE", "DELETE")
+        for *_, step in connection.execute(f"EXPLAIN QUERY PLAN {query}")
+    ]
+    assert any(step.startswith("SEARCH chunks") for step in plans)
+    assert not [step for step in plans if step.startswith(("SCAN chunks", "SCAN details"))]
+
+
 def test_a_full_store_refuses_in_words_and_keeps_what_came_before(tmp_path):
     budget = 2 * HEADER_BYTES + whole(0) + whole(1) + 1000
     with make_store(tmp_path / "store", max_bytes=budget, shard_bytes=1 << 20) as store:

@@ -2,8 +2,10 @@
 
 import shutil
 import sqlite3
+import struct
 import subprocess
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -33,8 +35,12 @@ from cache_ops.store.errors import (
     StoreBusyError,
     StoreError,
     StoreReadOnlyError,
+    StoreWriteError,
 )
-from cache_ops.store.shards import HEADER_BYTES, open_shard
+from cache_ops.store.index import _checksum, _lost_checksum
+from cache_ops.store.lock import writer_lock
+from cache_ops.store.shards import HEADER_BYTES, list_shards, open_shard
+from cache_ops.store.stored import pack_ranges
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def test_every_error_is_the_users_to_mend():
     classes = [StoreError]
     for one in classes:
         classes.extend(one.__subclasses__())
-    assert len(classes) == 10
+    assert len(classes) == 11
     assert all(one.is_user_error for one in classes)
 
 
@@ -117,6 +123,17 @@ def test_a_foreign_format_version_is_refused_even_for_upkeep(folder):
         index.execute("PRAGMA user_version = 7")
     with pytest.raises(ForeignStoreError, match=r"format: the store has version 7, this run"):
         Store.open(folder)
+
+
+def test_a_path_that_holds_something_else_is_told(tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotAStoreError, match="is a file"):
+        Store.open(tmp_path / "file")
+    (tmp_path / "odd" / "index.sqlite").mkdir(parents=True)
+    with pytest.raises(NotAStoreError, match=r"index\.sqlite is a folder"):
+        Store.open(tmp_path / "odd")
+    with pytest.raises(StoreError, match="no store can be made"):
+        make_store(tmp_path / "odd")
 
 
 # The index.
@@ -186,6 +203,115 @@ def test_a_damaged_entry_counts_as_missing_and_verify_names_it(folder, statement
         assert wrong_chunks(store) == []
 
 
+def _ranges(*places):
+    return pack_ranges(tuple(zip(places[::2], places[1::2], strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("offset", "ranges"),
+    [
+        (HEADER_BYTES - 64, _ranges(0, 1)),
+        (-64, _ranges(0, 1)),
+        (1 << 40, _ranges(0, 1)),
+        (HEADER_BYTES, _ranges(0, 1 << 31)),
+        (HEADER_BYTES, _ranges(4, 4)),
+        (HEADER_BYTES, _ranges(5, 4)),
+        (HEADER_BYTES, _ranges(2, 3, 0, 1)),
+        (HEADER_BYTES, _ranges(0, 3, 2, 4)),
+        (HEADER_BYTES, b""),
+    ],
+)
+@pytest.mark.parametrize("own_count", [True, False])
+def test_a_crafted_entry_counts_as_damaged(folder, offset, ranges, own_count):
+    with Store.open(folder) as store:
+        (stored,) = store.locate([key_of(2)]).values()
+    count = sum(end - start for start, end in struct.iter_unpack("<II", ranges))
+    change_index(
+        folder,
+        "UPDATE chunks SET offset = ?, ranges = ?, kept = ?, checksum = ? WHERE key = ?",
+        offset,
+        ranges,
+        count if own_count else 1,
+        _checksum(key_of(2), stored.shard, stored.shard_bytes, offset, ranges),
+        key_of(2),
+    )
+    with Store.open(folder) as store:
+        assert key_of(2) not in store.locate(store.keys())
+        assert [damaged.key for damaged in store.verify().damaged] == [key_of(2)]
+        store.add([new_chunk(2)])
+        assert wrong_chunks(store) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE shards SET name = x'00'",
+        "UPDATE shards SET bytes = 'many'",
+        "UPDATE chunks SET kept = 'some'",
+        "UPDATE chunks SET used = 'never'",
+        "UPDATE chunks SET key = 'key' || id",
+        "UPDATE chunks SET ranges = 'text'",
+        "UPDATE chunks SET ranges = 7, shard = NULL",
+        "UPDATE chunks SET checksum = 'text', shard = NULL",
+        "UPDATE details SET checksums = 'text'",
+        "UPDATE details SET token_ids = 7",
+        "UPDATE meta SET value = '{}'",
+        """UPDATE meta SET value = replace(value, '"layers": 2', '"layers": "2"')""",
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda store: store.verify(),
+        lambda store: (store.stat(), store.lost(), store.token_ids(store.keys())),
+        lambda store: wrong_chunks(store),
+        lambda store: store.add([new_chunk(1), new_chunk(7)]),
+        lambda store: store.gc(),
+    ],
+)
+def test_values_of_another_type_are_damage(folder, statement, use):
+    change_index(folder, statement)
+    with suppress(StoreError), Store.open(folder) as store:
+        use(store)
+
+
+@pytest.mark.parametrize("ranges", [b"text", b"", _ranges(3, 1), "text"])
+def test_crafted_ranges_of_a_lost_chunk_are_unknown(folder, ranges):
+    checksum = _lost_checksum(key_of(2), ranges) if isinstance(ranges, bytes) else 1
+    change_index(
+        folder,
+        "UPDATE chunks SET shard = NULL, ranges = ?, checksum = ? WHERE key = ?",
+        ranges,
+        checksum,
+        key_of(2),
+    )
+    with Store.open(folder) as store:
+        assert store.lost() == {key_of(2): ()}
+
+
+@pytest.mark.parametrize("token_ids", [b"1234", b"odd", "text"])
+def test_damaged_tokens_are_damage(folder, token_ids):
+    query = "UPDATE details SET token_ids = ? WHERE chunk = (SELECT id FROM chunks WHERE key = ?)"
+    change_index(folder, query, token_ids, key_of(2))
+    with Store.open(folder) as store:
+        (damaged,) = store.verify().damaged
+        assert (damaged.key, damaged.why) == (key_of(2), "its tokens in the index are damaged")
+        assert store.lost().keys() == {key_of(2)}
+        assert store.token_ids([key_of(2)]) == {}
+        store.add([new_chunk(2)])
+        assert store.verify().damaged == ()
+
+
+def test_shards_of_an_index_that_is_gone_are_not_deleted_silently(folder, caplog):
+    for path in folder.glob("index.sqlite*"):
+        path.unlink()
+    size = sum(path.stat().st_size for path in (folder / "shards").iterdir())
+    with make_store(folder) as store:
+        store.add([new_chunk(1)])
+        assert wrong_chunks(store) == []
+    assert f"deleting 1 shards ({size} bytes) that the index does not name" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "..", "", f"{'0' * 32}.bin"])
 def test_a_shard_name_is_never_a_path(folder, name):
     change_index(folder, "UPDATE shards SET name = ?", name)
@@ -197,6 +323,13 @@ def test_a_shard_name_is_never_a_path(folder, name):
 
 
 # Shards.
+
+
+def _nest(path):
+    """A header that JSON's parser gives up on."""
+    with path.open("r+b") as shard:
+        shard.seek(8)
+        shard.write(b"[" * (HEADER_BYTES - 8))
 
 
 def _truncate(path):
@@ -212,6 +345,8 @@ def _truncate(path):
         (lambda path: flip(path, 1), "damaged header"),
         (lambda path: flip(path, 9), "damaged header"),
         (lambda path: (path.unlink(), path.symlink_to("/etc/passwd")), "cannot be opened"),
+        (lambda path: (path.unlink(), path.mkdir()), "instead of|cannot be"),
+        (_nest, "damaged header"),
     ],
 )
 def test_a_shard_that_is_not_whole_names_the_chunks_it_held(folder, damage, why):
@@ -223,6 +358,7 @@ def test_a_shard_that_is_not_whole_names_the_chunks_it_held(folder, damage, why)
             open_shard(store.shards_folder, stored.shard, stored.shard_bytes)
         assert refused.value.name == shard.name
         assert "coinrag cache verify" in str(refused.value)
+        assert set(store.unreadable(store.locate(store.keys()))) == set(store.keys())
         found = store.verify()
         assert {(chunk.key, chunk.tokens) for chunk in found.damaged} == {
             (key_of(number), len(tokens_of(number))) for number in range(5)
@@ -352,6 +488,76 @@ def test_a_full_disk_leaves_what_was_committed(tmp_path, room):
             store.gc()
             assert wrong_chunks(store) == []
             assert len(files_of(store)) == 1
+
+
+def _in_place_of(path):
+    shutil.rmtree(path)
+    path.write_text("")
+
+
+def _as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: shutil.rmtree(folder / "shards"),
+        lambda folder: _in_place_of(folder / "shards"),
+        lambda folder: _as_folder(folder / "writer.lock"),
+    ],
+)
+def test_what_the_system_refuses_is_named_and_close_only_warns(folder, damage, caplog):
+    with Store.open(folder) as store:
+        damage(folder)
+        changes = (
+            lambda: store.add([new_chunk(9)]),
+            lambda: store.remove([key_of(1)]),
+            lambda: store.mark_lost([key_of(1)]),
+            store.gc,
+            store.verify,
+        )
+        for change in changes:
+            with pytest.raises(StoreWriteError, match="cannot be written"):
+                change()
+        store.touch([key_of(1)])
+    assert "the last uses of chunks were not noted" in caplog.text
+
+
+def test_what_is_named_like_a_shard_and_is_none_stays(folder):
+    outside = folder / "outside"
+    outside.write_text("")
+    with Store.open(folder) as store:
+        (store.shards_folder / f"{'0' * 32}.safetensors").mkdir()
+        (store.shards_folder / f"{'1' * 32}.safetensors").symlink_to(outside)
+        (store.shards_folder / f"{'2' * 32}.safetensors.tmp").symlink_to("nowhere")
+        before = set(store.shards_folder.iterdir())
+        store.add([new_chunk(9)])
+        assert store.gc().orphans == 0
+        assert {path for path in before if path.name < "3"} <= set(store.shards_folder.iterdir())
+        assert len(list_shards(store.shards_folder)) == 1
+        assert wrong_chunks(store) == []
+
+
+def test_a_writer_is_waited_for_also_at_creation(tmp_path):
+    (tmp_path / "shards").mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with writer_lock(tmp_path, 0.0):
+            made = pool.submit(lambda: make_store(tmp_path, wait_seconds=20).close())
+            with pytest.raises(TimeoutError):
+                made.result(0.2)
+        made.result()
+
+
+def test_a_holder_that_has_not_said_its_number_yet(tmp_path):
+    with writer_lock(tmp_path, 0.0):
+        (tmp_path / "writer.lock").write_text("")
+        with (
+            pytest.raises(StoreBusyError, match="another process is writing"),
+            writer_lock(tmp_path, 0.0),
+        ):
+            pass
 
 
 def test_a_full_disk_during_gc_leaves_everything(tmp_path):

@@ -277,3 +277,14 @@ def test_a_memory_tier_that_cannot_hold_a_question_is_refused(recipe: MakeRecipe
     store = config.store.model_copy(update={"memory_gib": 1e-6})
     with pytest.raises(UserError, match=r"store\.memory_gib"):
         compare(config.model_copy(update={"store": store}))
+
+
+def test_slices_kept_in_another_dtype_are_asked_again(recipe: MakeRecipe) -> None:
+    config = recipe(checkpoints=["base"], systems=["coinrag"])
+    compare(config)
+    before = read_answers(output(config) / "answers.jsonl")
+    store = config.store.model_copy(update={"dtype": "int8"})
+    compare(config.model_copy(update={"store": store}))
+    after = read_answers(output(config) / "answers.jsonl")
+    assert len(after) == len(before)
+    assert {answer.key for answer in after}.isdisjoint(answer.key for answer in before)

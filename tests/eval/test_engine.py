@@ -1,20 +1,24 @@
 """The engine end to end, over a small real build and a store on disk."""
 
 import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from small import data_row, encode_words, save_stand_ins, tiny_tokenizer, write_rows
 from tiny import tiny_model
 
+from cache_ops.store import Store
 from cache_ops.store.errors import ForeignStoreError
 from data_builders import workers
 from data_builders.build import build, load_built
 from eval import retriever
 from eval.engine import Engine, Reply
+from recipes.errors import UserError
 from recipes.schema import Recipe
 
 QUESTIONS = [f"Where was Persond{number}x1 born?" for number in range(20, 26)]
@@ -174,13 +178,112 @@ def test_requests_are_logged_and_summed(config: Recipe, tmp_path: Path) -> None:
     for reply in replies:
         assert by_question[reply.report.question]["answer"] == reply.answer
     for source in ("memory", "disk", "computed"):
-        assert samples["coinrag_prefix_tokens_total", (("source", source),)] == sum(
+        labels = (("checkpoint", "base"), ("source", source), ("system", "coinrag"))
+        assert samples["coinrag_prefix_tokens_total", labels] == sum(
             line[f"tokens_{source}"] for line in lines
         )
     stages = {
         dict(labels)["stage"] for name, labels in samples if name.endswith("stage_seconds_sum")
     }
     assert stages == set(lines[0]["stage_ms"])
+
+
+def test_the_first_token_does_not_wait_for_the_store(
+    config: Recipe, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, adding = Store.add, threading.Event()
+
+    def slow(self: Store, chunks: object) -> int:
+        assert adding.wait(10), "the first token has not come"
+        return add(self, chunks)
+
+    monkeypatch.setattr(Store, "add", slow)
+    with Engine.open(recipe(folder, store={"folder": str(tmp_path)})) as engine:
+        pieces = iter(engine.ask(QUESTIONS[0]))
+        first = next(pieces)
+        adding.set()
+        assert first
+        assert list(pieces)
+
+
+def test_stages_add_up_in_a_batch(config: Recipe, folder: Path, tmp_path: Path) -> None:
+    with Engine.open(recipe(folder, store={"folder": str(tmp_path)})) as engine:
+        replies = engine.answer_all(QUESTIONS)
+    for report in (reply.report for reply in replies):
+        assert sum(report.stage_ms.values()) == pytest.approx(report.ttft_ms, rel=0.02, abs=0.1)
+
+
+@pytest.mark.parametrize("damage", ["gone", "a file"])
+def test_a_store_that_takes_nothing_fails_no_answer(
+    config: Recipe, folder: Path, alone: list[Reply], tmp_path: Path, damage: str
+) -> None:
+    with Engine.open(recipe(folder, store={"folder": str(tmp_path)})) as engine:
+        engine.answer(QUESTIONS[0])
+        shutil.rmtree(tmp_path / "base" / "shards")
+        if damage == "a file":
+            (tmp_path / "base" / "shards").write_text("")
+        replies = engine.answer_all(QUESTIONS)
+        samples = metrics(engine)
+    assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in alone]
+    refused = [value for (name, _), value in samples.items() if name == "coinrag_chunks_not_stored"]
+    assert sum(refused) > 0
+
+
+def test_a_question_beyond_the_models_positions_is_refused(
+    config: Recipe, alone: list[Reply]
+) -> None:
+    with Engine.open(config) as engine:
+        asked = [engine.ask(question) for question in ("why " * 3000, QUESTIONS[0])]
+        with pytest.raises(UserError, match="2048"):
+            asked[0].reply()
+        assert asked[1].reply().token_ids == alone[0].token_ids
+        for _ in range(2):
+            assert "".join(asked[1]).strip() == alone[0].answer
+
+
+def test_a_pass_that_fails_is_tried_again_request_by_request(
+    config: Recipe, alone: list[Reply], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.open(config) as engine:
+        advance = engine._path.advance
+
+        def failing(requests: list) -> None:
+            texts = [request.question.question for request in requests]
+            if QUESTIONS[1] in texts:
+                raise RuntimeError("out of memory")
+            advance(requests)
+
+        monkeypatch.setattr(engine._path, "advance", failing)
+        asked = [engine.ask(question) for question in QUESTIONS[:3]]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            asked[1].reply()
+        for at in (0, 2):
+            assert asked[at].reply().token_ids == alone[at].token_ids
+
+
+def test_a_log_that_cannot_be_written_is_told_or_given_up(
+    config: Recipe, alone: list[Reply], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError, match=r"none/log\.jsonl"):
+        Engine.open(config, log=tmp_path / "none" / "log.jsonl")
+    with Engine.open(config, log=Path("/dev/full")) as engine:
+        replies = [engine.answer(question) for question in QUESTIONS[:2]]
+    assert [reply.answer for reply in replies] == [reply.answer for reply in alone[:2]]
+    assert caplog.text.count("no longer logged") == 1
+
+
+def test_a_run_trained_over_frozen_context_is_known_by_its_own_recipe(
+    config: Recipe, folder: Path, tmp_path: Path
+) -> None:
+    trained = recipe(folder, context={"gradient": "frozen"})
+    file = folder / "run" / "recipe.yaml"
+    file.write_text(yaml.safe_dump(trained.model_dump(mode="json")))
+    try:
+        with Engine.open(recipe(folder, store={"folder": str(tmp_path)}), "fine_tuned") as engine:
+            engine.answer(QUESTIONS[0])
+    finally:
+        file.unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_a_closed_engine_has_answered_what_was_asked_and_takes_nothing_more(

@@ -147,5 +147,6 @@ def test_sources_of_the_prefix_are_counted_and_stages_timed(question: Question, 
     active = first.served.active_tokens
     assert (first.supplied.tokens_computed, first.supplied.tokens_memory) == (active, 0)
     assert (second.supplied.tokens_computed, second.supplied.tokens_memory) == (0, active)
-    assert set(second.stage_ms) == {"plan", "read", "copy", "rotate", "prefill"}
-    assert all(milliseconds > 0 for milliseconds in second.stage_ms.values())
+    assert set(second.stage_ms) == {"plan", "read", "compute", "copy", "rotate", "prefill"}
+    assert all(ms > 0 for stage, ms in second.stage_ms.items() if stage != "compute")
+    assert first.stage_ms["compute"] > 10 * second.stage_ms["compute"]

@@ -1,7 +1,11 @@
 """`coinrag cache`: what is stored is what the model gives, and every damage is told or repaired."""
 
 import json
+import re
+import sqlite3
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from cache_ops.encode import encode_chunk
 from cache_ops.hf import load_model, load_tokenizer
 from cache_ops.records import RecordLayout
 from cache_ops.store import Store
+from cache_ops.store.lock import writer_lock
 from cache_ops.store.reading import SliceReader
 from cache_ops.store.stored import chunk_key, union_ranges
 from data_builders import kv_build
@@ -269,3 +274,89 @@ def test_results_read_well(recipe, filled, capsys):
         capsys.readouterr()
         assert cli.main(["cache", *words]) == 0
         assert text in capsys.readouterr().out
+
+
+def _truncate(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _truncate])
+def test_a_build_encodes_what_its_shards_lack(recipe, run, filled, damage):
+    before = records_of(filled)
+    for shard in (filled / "shards").iterdir():
+        damage(shard)
+    assert run("cache", "build", *recipe())["encoded"] == len(before)
+    assert_same(records_of(filled), before)
+
+
+def _change_index(folder: Path, statement: str) -> None:
+    with closing(sqlite3.connect(folder / "index.sqlite")) as index, index:
+        assert index.execute(statement).rowcount
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("DELETE FROM shards", "is damaged; run coinrag cache verify"),
+        (
+            "UPDATE chunks SET offset = offset + 1 WHERE id = 3",
+            "is damaged; run coinrag cache verify",
+        ),
+        ("UPDATE details SET token_ids = x'00' WHERE chunk = 3", "is damaged; run coinrag cache"),
+        ("UPDATE chunks SET shard = NULL WHERE id IN (3, 4)", "2 chunks of .* cache build"),
+    ],
+)
+def test_an_export_leaves_nothing_out(run, filled, tmp_path, statement, message):
+    _change_index(filled, statement)
+    told = run("cache", "export", str(filled), str(tmp_path / "out"), status=2)
+    assert re.search(message, told["error"])
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_an_export_touches_nothing_beside_it(run, filled, tmp_path):
+    theirs = tmp_path / "out.partial" / "file"
+    theirs.parent.mkdir()
+    theirs.write_text("theirs")
+    for inside in (filled / "copy", filled / "shards" / "copy"):
+        told = run("cache", "export", str(filled), str(inside), status=2)
+        assert "lies in the store itself" in told["error"]
+    run("cache", "export", str(filled), str(tmp_path / "new" / "out"))
+    run("cache", "export", str(filled), str(tmp_path / "out"))
+    assert theirs.read_text() == "theirs"
+    assert records_of(tmp_path / "new" / "out").keys() == records_of(filled).keys()
+    told = run("cache", "export", str(filled), str(theirs / "out"), status=2)
+    assert "no copy can be made" in told["error"]
+
+
+def test_only_a_build_repairs_damaged_tokens(recipe, run, filled, tmp_path):
+    before = records_of(filled)
+    _change_index(filled, "UPDATE details SET token_ids = x'00000000' WHERE chunk = 3")
+    for _ in range(2):
+        told = run("cache", "verify", str(filled), "--model", str(tmp_path / "model"), status=2)
+        [lost] = told["lost"]
+        assert lost["why"] == "its tokens in the index are damaged"
+        assert "verify --model cannot do so for 1 of them" in told["error"]
+    assert run("cache", "build", *recipe())["encoded"] == 1
+    assert run("cache", "verify", str(filled))["lost"] == []
+    assert_same(records_of(filled), before)
+
+
+def test_a_store_of_another_layout_is_refused(recipe, run, filled):
+    _change_index(
+        filled,
+        """UPDATE meta SET value = json_replace(value, '$.kv_heads', 7) WHERE name='layout'""",
+    )
+    assert "kv heads: the store has 7" in run("cache", "build", *recipe(), status=2)["error"]
+
+
+@pytest.mark.parametrize("command", ["build", "gc", "verify"])
+def test_commands_wait_for_another_writer(recipe, run, filled, tmp_path, command):
+    write_rows(tmp_path / "dev.jsonl", [data_row(50)])
+    run("build", *recipe())
+    with ThreadPoolExecutor(1) as pool:
+        with writer_lock(filled, 0.0):
+            arguments = recipe() if command == "build" else [str(filled)]
+            done = pool.submit(run, "cache", command, *arguments)
+            with pytest.raises(TimeoutError):
+                done.result(1.0)
+        done.result()
