@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cache_ops.hf import UnsupportedModelError, decoder
 from cache_ops.records import StoreDtype
+from cache_ops.rope import Rope
 
 FORMAT_VERSION = 1
 """Of the store's files. A store of another version is never read."""
@@ -142,9 +143,11 @@ def weights_digest(model: PreTrainedModel, base: bool = False) -> str:
 
     Raises:
         UnsupportedModelError: weights that are not here (meta device, sharded over ranks), or an
-            adapter that is merged into the weights for now (`merge_adapter`).
+            adapter that is merged into the weights for now (`merge_adapter`), or RoPE tables that
+            a cast has rounded.
     """
     config = model.config
+    _refuse_rounded_tables(model)
     tensors = dict(sorted(_named_tensors(decoder(model), base)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         digests = list(pool.map(_tensor_digest, tensors, tensors.values()))
@@ -153,6 +156,20 @@ def weights_digest(model: PreTrainedModel, base: bool = False) -> str:
     for name, digest in zip(tensors, digests, strict=True):
         total.update(f"\n{name} ".encode() + digest)
     return total.hexdigest()
+
+
+def _refuse_rounded_tables(model: PreTrainedModel) -> None:
+    """RoPE's frequencies are no weights, so the digest would not see them differ."""
+    exact = Rope.from_config(model.config).inverse_frequencies
+    for module in decoder(model).modules():
+        table = getattr(module, "inv_freq", None)
+        if not isinstance(table, Tensor) or table.is_meta:
+            continue
+        if table.shape != exact.shape or not torch.allclose(table.float().cpu(), exact, 1e-5, 0.0):
+            raise UnsupportedModelError(
+                "the model's RoPE tables are not those of its config (a cast rounds them); call "
+                "hf.restore_rope_tables"
+            )
 
 
 def _named_tensors(module: nn.Module, base: bool) -> Iterator[tuple[str, Tensor]]:

@@ -80,6 +80,7 @@ class Supply:
 
     Attributes:
         layout: the layout of the records.
+        memory: the tier in front of the store.
         not_stored: computed chunks that the store did not take so far, by the error's name.
     """
 
@@ -111,7 +112,7 @@ class Supply:
         self.not_stored: Counter[str] = Counter()
         self.layout = layout
         self._reader = reader
-        self._memory = memory
+        self.memory = memory
         self._encode = encode
         self._keep = keep
         self._storing = store_computed and reader is not None
@@ -161,9 +162,9 @@ class Supply:
         return union_ranges(kept.get(chunk, ()))
 
     def _from_memory(self, spans: Mapping[int, SliceSpan]) -> dict[int, Tensor]:
-        if self._memory is None:
+        if self.memory is None:
             return {}
-        looked_up = {number: self._memory.get(*span) for number, span in spans.items()}
+        looked_up = {number: self.memory.get(*span) for number, span in spans.items()}
         return {number: found for number, found in looked_up.items() if found is not None}
 
     def _encode_chunk(
@@ -174,11 +175,11 @@ class Supply:
         kv_TL2HD = self._encode(token_ids)
         records = [self.layout.encode(kv_TL2HD[start:end]) for _, start, end in slices]
         if not self._storing:
-            if self._memory is not None:
+            if self.memory is not None:
                 # There is no store to find the chunk's other nuggets in later.
                 for start, end in kept:
                     kept_TR = self.layout.encode(kv_TL2HD[start:end])
-                    self._memory.put(slices[0][0], start, end, kept_TR)
+                    self.memory.put(slices[0][0], start, end, kept_TR)
             return records, None
         ranges = union_ranges(kept, [(start, end) for _, start, end in slices])
         kept_TL2HD = torch.cat([kv_TL2HD[start:end] for start, end in ranges])
@@ -357,8 +358,8 @@ class Supplying:
                 records, new_chunk = supply._encode_chunk(self._ids[key], slices, kept)
                 for number, records_TR in zip(numbers, records, strict=True):
                     self._fill(number, records_TR)
-                    if supply._memory is not None:
-                        supply._memory.put(*self._spans[number], records_TR)
+                    if supply.memory is not None:
+                        supply.memory.put(*self._spans[number], records_TR)
                 self._computed.update(numbers)
                 if new_chunk is not None:
                     new_chunks.append(new_chunk)
@@ -382,10 +383,10 @@ class Supplying:
         assert self._buffer is not None, "released twice"
         supply = self._supply
         began = time.perf_counter()
-        if supply._memory is not None:
+        if supply.memory is not None:
             for number in self._disk:
                 first, end = self._rows[number]
-                supply._memory.put(*self._spans[number], self.records_TR[first:end])
+                supply.memory.put(*self._spans[number], self.records_TR[first:end])
         if supply._reader is not None:
             supply._reader.store.touch(list(self._ids))
             if new_chunks:

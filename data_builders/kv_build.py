@@ -177,14 +177,20 @@ def export_store(store: Store, out: Path, dtype: StoreDtype | None = None) -> in
         How many chunks were copied.
 
     Raises:
-        UserError: there is something at `out`, it lies in the store or cannot be made, or a chunk
-            is damaged or lost.
+        UserError: there is something at `out`, it lies in the store or cannot be made, a chunk is
+            damaged or lost, or records that were rounded are to be converted once more.
         RecordRangeError: a value that the dtype cannot hold.
         StoreError: see `Store.create` and `Store.add`.
     """
     layout = replace(store.layout, dtype=dtype or store.layout.dtype)
     described = f"{_model_dtype(store.fingerprint)} model, {layout.dtype} records"
     fingerprint = replace(store.fingerprint, dtype=described)
+    if layout != store.layout and store.layout.dtype != _model_dtype(store.fingerprint):
+        raise UserError(
+            f"{store.folder} holds {store.layout.dtype} of a {_model_dtype(store.fingerprint)} "
+            "model: a copy in another dtype would pass for what the model gives; copy a store of "
+            "the model's own dtype"
+        )
     if out.exists():
         raise UserError(f"{out} exists; name a folder that does not")
     if out.resolve().is_relative_to(store.folder.resolve()):

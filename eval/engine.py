@@ -121,7 +121,7 @@ class Engine:
 
     def prometheus_text(self) -> str:
         """Counts and times of all requests so far, in Prometheus' text format."""
-        return self._telemetry.prometheus_text(self._path.supply.not_stored)
+        return self._telemetry.prometheus_text(self._path.supply)
 
     def close(self) -> None:
         """Answers what was asked, then frees everything."""

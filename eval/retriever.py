@@ -18,7 +18,7 @@ from typing import Self
 
 from data_builders.assets import AssetStore, content_key
 from data_builders.build import built_folder, load_built
-from data_builders.candidates import Asked, Contexts, Corpus, Found, score_nuggets
+from data_builders.candidates import Asked, Corpus, score_nuggets
 from data_builders.encoded import Encoded, Encoder
 from data_builders.encoder import load_encoder
 from data_builders.executor import make_assets
@@ -35,8 +35,6 @@ from recipes.schema import Recipe
 INDEX_FOLDER = "retrieval"
 ENCODED_FILE = "encoded.sqlite"
 _ROWS_A_PAGE = 256
-# Question id, dataset, text and answers.
-_Named = tuple[str, str, str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class Retriever:
         self._encode = encode
         self._encoded = encoded
         self._corpus = corpus
-        self._contexts = Contexts(tables, encoded, config.retrieval)
         # An encoder's tokenizer is not made for two threads.
         self._encoding = threading.Lock()
 
@@ -92,83 +89,27 @@ class Retriever:
             raise UserError(f"{folder}: {error}; delete it, it is made again") from error
         return cls(config, tables, encode, encoded, corpus)
 
-    def retrieve(
-        self,
-        question: str,
-        *,
-        question_id: str = "",
-        answers: Sequence[str] = (),
-        dataset: str = "",
-    ) -> Retrieved:
+    def retrieve(self, question: str) -> Retrieved:
         """Finds the chunks of a question among all chunks, and scores their nuggets."""
-        named = question_id, dataset, question, list(answers)
-        return self._retrieve(self._corpus, named, ())
-
-    def retrieve_all(self, questions: Sequence[str]) -> list[Retrieved]:
-        """As `retrieve` for each, with one search; its time is shared out evenly."""
-        if not questions:
-            return []
-        asked, embed_ms = [], []
-        for question in questions:
-            started = _now_ms()
-            asked.append(Asked(question, self._embed(question)))
-            embed_ms.append(_now_ms() - started)
         started = _now_ms()
-        found = self._corpus.retrieve(asked)
-        search_ms = (_now_ms() - started) / len(questions)
-        return [
-            self._scored(("", "", one.text, []), one.query, rows, (embed, search_ms))
-            for one, rows, embed in zip(asked, found, embed_ms, strict=True)
-        ]
-
-    def contexts(
-        self,
-        question: str,
-        chunk_ids: Sequence[str],
-        *,
-        question_id: str = "",
-        answers: Sequence[str] = (),
-        dataset: str = "",
-    ) -> Retrieved:
-        """Ranks the given chunks alone, as a build ranks a question's own contexts.
-
-        Raises:
-            KeyError: the tables have no such chunk.
-        """
-        rows = [self._tables.row(chunk_id) for chunk_id in dict.fromkeys(chunk_ids)]
-        named = question_id, dataset, question, list(answers)
-        return self._retrieve(self._contexts, named, rows)
-
-    def _retrieve(
-        self, where: Corpus | Contexts, named: _Named, candidates: Sequence[int]
-    ) -> Retrieved:
-        started = _now_ms()
-        query = self._embed(named[2])
+        query = self._embed(question)
         embedded = _now_ms()
-        [found] = where.retrieve([Asked(named[2], query, candidates)])
-        return self._scored(named, query, found, (embedded - started, _now_ms() - embedded))
+        [found] = self._corpus.retrieve([Asked(question, query)])
+        searched = _now_ms()
+        chunks = self._tables.at(found.rows)
+        scored = score_nuggets(query, chunks, found.scores, self._encoded, self._config)
+        return Retrieved(
+            Question("", "", question, [], scored.chunks, scored.nugget_scores),
+            scored.scores,
+            embed_ms=embedded - started,
+            search_ms=searched - embedded,
+            score_ms=_now_ms() - searched,
+        )
 
     def _embed(self, question: str) -> Encoded:
         # Alone, so that its bits do not depend on company.
         with self._encoding:
             return self._encode([question])[0]
-
-    def _scored(
-        self,
-        named: _Named,
-        query: Encoded,
-        found: Found,
-        times: tuple[float, float],
-    ) -> Retrieved:
-        started = _now_ms()
-        chunks = self._tables.at(found.rows)
-        scored = score_nuggets(query, chunks, found.scores, self._encoded, self._config)
-        return Retrieved(
-            Question(*named, scored.chunks, scored.nugget_scores),
-            scored.scores,
-            *times,
-            score_ms=_now_ms() - started,
-        )
 
 
 class _ThreadsLookup:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from cache_ops.supply import Supply
 from recipes.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,12 @@ class Telemetry:
             ("reason",),
             registry=self._registry,
         )
+        self._memory = Gauge(
+            "coinrag_memory_tier",
+            "What the tier of slices in memory holds and has been asked",
+            ("count",),
+            registry=self._registry,
+        )
         self._bytes = counter("read_bytes", "Bytes of slices read from disk", *labels)
         self._answer = counter("answer_tokens", "Answer tokens", *labels)
         self._ttft = self._histogram("ttft_seconds", "Time to first token", *labels)
@@ -127,14 +133,13 @@ class Telemetry:
         """Counts a request that ended in an error."""
         self._failures.labels(checkpoint, system).inc()
 
-    def prometheus_text(self, not_stored: Mapping[str, int]) -> str:
-        """All sums in Prometheus' text format.
-
-        Args:
-            not_stored: computed chunks that the store did not take, by the reason.
-        """
-        for reason, chunks in not_stored.items():
+    def prometheus_text(self, supply: Supply) -> str:
+        """All sums in Prometheus' text format, with those that the supply keeps."""
+        for reason, chunks in supply.not_stored.items():
             self._not_stored.labels(reason).set(chunks)
+        if supply.memory is not None:
+            for name, count in asdict(supply.memory.counts()).items():
+                self._memory.labels(name).set(count)
         return generate_latest(self._registry).decode()
 
     def close(self) -> None:

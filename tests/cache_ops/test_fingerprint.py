@@ -9,7 +9,8 @@ from tiny import tiny_model
 
 from cache_ops.encode import encode_chunk
 from cache_ops.fingerprint import Fingerprint, describe_rope, weights_digest
-from cache_ops.hf import UnsupportedModelError, load_model
+from cache_ops.hf import UnsupportedModelError, load_model, restore_rope_tables
+from cache_ops.rope import head_dim
 
 FINGERPRINT = Fingerprint("w", "r", "t", "512 tokens", "none", "float32 model, float32 records")
 
@@ -55,6 +56,8 @@ def test_tensors_beyond_one_piece_are_hashed_whole(monkeypatch):
 )
 def test_other_architecture_settings_on_the_same_weights_differ(name, value):
     model = tiny_model()
+    # So that more heads do not mean smaller ones.
+    model.config.head_dim = head_dim(model.config)
     before = weights_digest(model)
     setattr(model.config, name, value)
     assert weights_digest(model) != before
@@ -133,9 +136,11 @@ def test_weights_that_are_not_here_are_refused():
 
 def test_a_cast_to_bf16_differs_in_weights_and_dtype():
     wide = Fingerprint.from_model(tiny_model(), "bfloat16", tokenizer="t", chunking="c")
-    narrow = Fingerprint.from_model(
-        tiny_model().bfloat16(), "bfloat16", tokenizer="t", chunking="c"
-    )
+    model = tiny_model().bfloat16()
+    with pytest.raises(UnsupportedModelError, match="restore_rope_tables"):
+        weights_digest(model)
+    restore_rope_tables(model)
+    narrow = Fingerprint.from_model(model, "bfloat16", tokenizer="t", chunking="c")
     weights, dtype = wide.differences(narrow)
     assert weights.startswith("weights: the store has ")
     assert dtype.startswith(

@@ -182,6 +182,8 @@ def test_requests_are_logged_and_summed(config: Recipe, tmp_path: Path) -> None:
         assert samples["coinrag_prefix_tokens_total", labels] == sum(
             line[f"tokens_{source}"] for line in lines
         )
+    # The prompt, from the second question on.
+    assert samples["coinrag_memory_tier", (("count", "hits"),)] >= 2
     stages = {
         dict(labels)["stage"] for name, labels in samples if name.endswith("stage_seconds_sum")
     }

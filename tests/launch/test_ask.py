@@ -74,3 +74,20 @@ def test_no_question_and_nothing_built_are_told(built, capsys, monkeypatch):
     assert "no question: give --question TEXT" in capsys.readouterr().err
     assert cli.main(["ask", *built("data.chunk_tokens=99"), *asked("Where?")]) == 2
     assert "run `coinrag build`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--log", "--metrics"])
+def test_a_file_that_cannot_be_written_is_the_users_mistake(built, tmp_path, capsys, option):
+    (tmp_path / "file").write_text("")
+    words = [*asked(QUESTIONS[0]), option, str(tmp_path / "file" / "out")]
+    assert cli.main(["ask", *built(), *words]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "file" / "out") in error
+    assert "Traceback" not in error
+
+
+def test_a_question_that_is_no_text_is_named(built, monkeypatch, capsys):
+    lines = io.TextIOWrapper(io.BytesIO(b"Where?\nb\xff\n"), "utf-8", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", lines)
+    assert cli.main(["ask", *built()]) == 2
+    assert "question 2 is not UTF-8" in capsys.readouterr().err

@@ -360,3 +360,13 @@ def test_commands_wait_for_another_writer(recipe, run, filled, tmp_path, command
             with pytest.raises(TimeoutError):
                 done.result(1.0)
         done.result()
+
+
+def test_rounded_records_are_not_converted_once_more(run, filled, tmp_path):
+    small = tmp_path / "small" / "base"
+    run("cache", "export", str(filled), str(small), "--dtype", "int8")
+    words = ["cache", "export", str(small), str(tmp_path / "wide"), "--dtype", "float32"]
+    assert "int8 of a float32 model" in run(*words, status=2)["error"]
+    assert not (tmp_path / "wide").exists()
+    run("cache", "export", str(small), str(tmp_path / "copy"))
+    assert_same(records_of(tmp_path / "copy"), records_of(small))

@@ -14,6 +14,7 @@ from cache_ops.hf import load_tokenizer
 from cache_ops.packing import Example
 from cache_ops.plan import PROMPT, Span, plan_prefix
 from cache_ops.store.errors import ForeignStoreError
+from cache_ops.store.shards import HEADER_BYTES
 from cache_ops.store.stored import chunk_key
 from data_builders.build import load_built
 from data_builders.kv import open_store, supply_over
@@ -185,7 +186,23 @@ def test_full_fine_tuning_needs_every_slice_in_the_store(workplace, with_store) 
     opened.close()
     with pytest.raises(UserError, match=r"; 1 of \d+ chunks .* `coinrag cache build`"):
         train_here(workplace, "new", *full, store)
+    for shard in (folder / "base" / "shards").iterdir():
+        shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"(\d+) of \1 chunks .* `coinrag cache build`"):
+        train_here(workplace, "new", *full, store)
     assert not (workplace.folder / "new").exists()
+
+
+def test_flipped_records_are_not_trained_on(workplace, frozen, with_store) -> None:
+    folder = workplace.folder / "kv_flipped"
+    shutil.copytree(workplace.folder / "kv", folder)
+    for shard in (folder / "base" / "shards").iterdir():
+        data = bytearray(shard.read_bytes())
+        data[HEADER_BYTES + 3 :: 64] = bytes(len(data[HEADER_BYTES + 3 :: 64]))
+        shard.write_bytes(data)
+    metrics = train_here(workplace, "flipped", *FROZEN, f"store.folder={folder}")
+    assert supplied(metrics, "computed") > 0
+    assert losses(metrics) == losses(frozen)
 
 
 def test_a_store_of_other_weights_is_refused(workplace, with_store) -> None:
