@@ -12,6 +12,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from cache_ops.closing import Closing
 from cache_ops.memory_tier import MemoryTier
 from cache_ops.plan import PROMPT, PrefixPlan
 from cache_ops.records import RecordLayout
@@ -75,7 +76,7 @@ class Supplied:
         self._release()
 
 
-class Supply:
+class Supply(Closing):
     """Supplies plans with records; threads may share one. `close` it.
 
     Attributes:

@@ -4,6 +4,7 @@ A recipe's store folder holds one store for each set of weights that encodes chu
 model that it names, `fine_tuned` for what its training leaves.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,6 +28,8 @@ from cache_ops.supply import Supply
 from data_builders.key import tokenizer_identity
 from recipes.schema import Recipe
 
+log = logging.getLogger(__name__)
+
 Checkpoint = Literal["base", "fine_tuned"]
 
 
@@ -49,6 +52,7 @@ def open_store(
     *,
     base_weights_only: bool = False,
     create: bool = False,
+    wait_seconds: float = WAIT_SECONDS,
 ) -> Store | None:
     """Opens the recipe's store for what a model encodes; None where the recipe has none.
 
@@ -56,6 +60,7 @@ def open_store(
         model: whose weights the store must have been made by.
         base_weights_only: leave an adapter of peft out of account.
         create: make the store where there is none; otherwise None says so.
+        wait_seconds: how long a write waits for another process's.
 
     Raises:
         ForeignStoreError: the store was made by other weights or settings, or has records of
@@ -76,14 +81,16 @@ def open_store(
     )
     layout = RecordLayout.from_model(model.config, dtype)
     options: dict[str, Any] = {
-        "wait_seconds": WAIT_SECONDS,
+        "wait_seconds": wait_seconds,
         "max_bytes": None if settings.max_gib is None else int(settings.max_gib * 2**30),
         "when_full": settings.when_full,
         "shard_bytes": settings.shard_mib << 20,
     }
     if create and not (folder / INDEX).exists():
+        # Another process may be making it too.
         with suppress(StoreExistsError):
-            return Store.create(folder, fingerprint, layout, **options)
+            Store.create(folder, fingerprint, layout, wait_seconds=WAIT_SECONDS).close()
+            log.info("made a new store at %s", folder)
     store = Store.open(folder, fingerprint, **options)
     if store.layout != layout:
         store.close()
@@ -107,15 +114,18 @@ def open_supply(
     checkpoint: Checkpoint,
     *,
     writable: bool = False,
+    wait_seconds: float = WAIT_SECONDS,
 ) -> Supply:
     """Opens what supplies a checkpoint's slices: memory, then the recipe's store, then the model.
 
-    `model` has the checkpoint's weights; see `supply_over`.
+    `model` has the checkpoint's weights; see `supply_over` and `open_store`.
 
     Raises:
         ForeignStoreError, StoreError: see `open_store`.
     """
-    store = open_store(config, model, tokenizer, checkpoint, create=writable)
+    store = open_store(
+        config, model, tokenizer, checkpoint, create=writable, wait_seconds=wait_seconds
+    )
     return supply_over(config, model, store, writable=writable)
 
 

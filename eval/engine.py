@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cache_ops.closing import Closing
 from cache_ops.hf import load_tokenizer
 from cache_ops.supply import Supply
 from data_builders.kv import open_supply
@@ -33,7 +33,7 @@ from recipes.schema import Recipe
 _Running = tuple[Asked, OnlineRequest]
 
 
-class Engine:
+class Engine(Closing):
     """A checkpoint, a system and a corpus, answering questions; a context manager."""
 
     def __init__(
@@ -95,7 +95,8 @@ class Engine:
         encoder = model
         if source != checkpoint:
             encoder = load_served(config, weights_folder(config, source), tokenizer)
-        supply = open_supply(config, encoder, tokenizer, source, writable=True)
+        # Answers do not wait for another process that writes to the store.
+        supply = open_supply(config, encoder, tokenizer, source, writable=True, wait_seconds=0.0)
         return cls(
             config, checkpoint, system,
             model=model, tokenizer=tokenizer, retriever=retriever, supply=supply,
@@ -135,17 +136,6 @@ class Engine:
             self._path.supply.close()
         finally:
             self._telemetry.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # The engine's thread
 

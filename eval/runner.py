@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
+from cache_ops.closing import Closing
 from data_builders.kv import open_supply
 from data_builders.prompt import PromptTemplate
 from eval.answers import Answer
@@ -20,7 +20,7 @@ from recipes.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Runner:
+class Runner(Closing):
     """A checkpoint and what all of its questions share; a context manager.
 
     With `store.folder` slices are read from the store's files inside the clock, without a memory
@@ -58,15 +58,8 @@ class Runner:
         path = OnlinePath(config, model, template, supply)
         return cls(config, checkpoint, key, tokenizer, path)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Closes what supplies slices."""
         self.path.supply.close()
 
     def answer(self, question: Question, variants: Sequence[tuple[str, Width]]) -> list[Answer]:

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from queue import SimpleQueue
 from threading import Event, Lock
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cache_ops.closing import Closing
 from cache_ops.store import Store
 from cache_ops.store.errors import ShardDamagedError
 from cache_ops.store.open_shards import OpenShards, read_into
@@ -36,7 +36,7 @@ _AT_ONCE_BYTES = 32 << 20
 _LOOKUPS = 4
 
 
-class SliceReader:
+class SliceReader(Closing):
     """Reads slices of one store; threads may share one. `close` it, or use it as a context.
 
     With `check`, each record's checksum is compared as it arrives, and a slice with a record that
@@ -49,17 +49,6 @@ class SliceReader:
         self._check = check
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="slice-reader")
         self._shards = OpenShards(store)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Finishes the readings in flight, ends the threads and closes the shards."""

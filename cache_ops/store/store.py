@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self, Unpack
 
+from cache_ops.closing import Closing
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.records import RecordLayout
 from cache_ops.store.adding import Adding
@@ -42,7 +42,7 @@ _SHARDS = "shards"
 _SHARDS_A_BUDGET = 8
 
 
-class Store:
+class Store(Closing):
     """A store that is open. Threads may share it; another process opens it anew.
 
     Every method may raise `IndexDamagedError`. Those that write raise `StoreReadOnlyError`,
@@ -146,17 +146,6 @@ class Store:
             raise
         return store
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     @property
     def writable(self) -> bool:
         """Whether the folder takes writes."""
@@ -242,6 +231,8 @@ class Store:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Notes a use of chunks, for eviction; it is written with the next change or at close."""
+        if not self.writable:
+            return
         with self._touching:
             for key in keys:
                 self._touched.pop(key, None)

@@ -17,7 +17,6 @@ same query would need of Qwen2-7B. With `--json FILE` all figures of all questio
 import argparse
 import statistics
 import tempfile
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def measure(config: Recipe, checkpoint: str, count: int) -> tuple[list[dict[str,
     if source != checkpoint:
         encoder = load_served(config, weights_folder(config, source), tokenizer)
     rows = []
-    with closing(open_supply(config, encoder, tokenizer, source, writable=True)) as supply:
+    with open_supply(config, encoder, tokenizer, source, writable=True) as supply:
         template = PromptTemplate(tokenizer, config.prompt)
         path = OnlinePath(config, model, template, supply)
         widths = {
