@@ -5,7 +5,9 @@
 
 In fp32 all three must be the same tokens. The packed pass is given the engine's answer and must
 find each of its tokens most likely after those before it, the stop token included, which is the
-same as decoding greedily with it. Prints one JSON object; exit status 1 if any answer differs.
+same as decoding greedily with it. What the recipe's store lacks is computed and stored first; a
+recipe without one gets a store of its own for the run. Prints one JSON object; exit status 1 if
+any answer differs.
 """
 
 import argparse
@@ -57,14 +59,14 @@ def main() -> int:
         ("questions", "tokens", "memory_differs", "packed_differs", "tokens_disk"), 0
     )
     smallest_margin = float("inf")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as scratch:
         disk, memory = (
             open_supply(
                 config.model_copy(update={"store": config.store.model_copy(update=changes)}),
                 model, tokenizer, arguments.checkpoint, writable=True,
             )
             for changes in (
-                {"folder": folder, "memory_gib": 0.0},
+                {"folder": config.store.folder or scratch, "memory_gib": 0.0},
                 {"folder": None, "memory_gib": 4.0},
             )
         )  # fmt: skip
