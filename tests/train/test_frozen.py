@@ -75,7 +75,8 @@ def store_option(workplace):
 @pytest.mark.parametrize("gradient", ["detach", "full"])
 def test_the_first_step_is_that_of_detach_and_full(workplace, frozen, gradient) -> None:
     # A new adapter changes nothing yet, so the chunks are encoded by the same weights.
-    metrics = train_here(workplace, gradient, *LORA, f"context.gradient={gradient}")
+    name = f"lora-{gradient}"
+    metrics = train_here(workplace, name, *LORA, f"context.gradient={gradient}")
     first, other = frozen[0], metrics[0]
     assert other["loss"] == pytest.approx(first["loss"], rel=1e-5)
     same_norm = other["gradient_norm"] == pytest.approx(first["gradient_norm"], rel=1e-4)
