@@ -6,6 +6,7 @@ are *dead*; they are never counted in a place of their own, so no count can be w
 """
 
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 from zlib import crc32
@@ -27,6 +28,8 @@ from cache_ops.store.stored import (
 )
 
 _KEYS_A_QUERY = 500
+# Places that a thread remembers.
+_MOST_KNOWN = 100_000
 Value = TypeVar("Value")
 
 
@@ -36,9 +39,26 @@ class Index:
     def __init__(self, database: Database, record_bytes: int) -> None:
         self.database = database
         self._record_bytes = record_bytes
+        self._local = threading.local()
 
     def lookup(self, keys: Sequence[bytes], checksums: bool = False) -> dict[bytes, Stored]:
-        """The places of those of the chunks that are stored and not lost."""
+        """The places of those of the chunks that are stored and not lost.
+
+        Without checksums each thread remembers them for as long as the index stays as it is.
+        """
+        connection = self.database.connection()
+        if checksums or connection.in_transaction:
+            return self._lookup(keys, checksums)
+        # Changed by what other connections commit, and by what this one does.
+        stamp = self._one("PRAGMA data_version"), connection.total_changes
+        if getattr(self._local, "stamp", None) != stamp or len(self._local.known) > _MOST_KNOWN:
+            self._local.stamp, self._local.known = stamp, {}
+        known: dict[bytes, Stored] = self._local.known
+        if unknown := [key for key in keys if key not in known]:
+            known.update(self._lookup(unknown, checksums=False))
+        return {key: known[key] for key in keys if key in known}
+
+    def _lookup(self, keys: Sequence[bytes], checksums: bool) -> dict[bytes, Stored]:
         details = ", details.checksums", "JOIN details ON details.chunk = chunks.id"
         column, join = details if checksums else ("", "")
         found: dict[bytes, Stored] = {}

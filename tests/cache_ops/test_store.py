@@ -383,3 +383,20 @@ def test_readers_in_processes_and_threads_go_on_while_one_writes(tmp_path):
         for reader in readers:
             reader.join()
         assert wrong.value == 0
+
+
+def test_what_a_thread_remembers_follows_every_change(tmp_path):
+    chunks = [new_chunk(number) for number in range(3)]
+    keys = [key_of(number) for number in range(3)]
+    with make_store(tmp_path) as store, Store.open(store.folder, FINGERPRINT) as other:
+        store.add(chunks)
+        first = store.locate(keys)
+        assert store.locate(keys) == other.locate(keys) == first
+        other.remove(keys[:1])
+        assert store.locate(keys).keys() == other.locate(keys).keys() == set(keys[1:])
+        store.gc()
+        moved = other.locate(keys)
+        assert {one.shard for one in moved.values()}.isdisjoint(s.shard for s in first.values())
+        assert store.locate(keys) == moved
+        store.mark_lost(keys[1:2])
+        assert store.locate(keys).keys() == other.locate(keys).keys() == {keys[2]}
