@@ -10,7 +10,7 @@ the last.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from cache_ops.assemble import Rotation
+from cache_ops.parallel import ParallelAttention, attend_in_parallel
 from cache_ops.plan import PrefixPlan
 from cache_ops.rope import Rope
 
@@ -34,11 +35,21 @@ class RequestCache:
     """Keys and values of one request: its prefix, then every token computed over it.
 
     Attributes:
-        next_position: where the next computed token will stand.
+        prefix_tokens: tokens of the prefix.
+        parallel: how attention to the prefix's chunks is reweighted, if there are any and it is.
         rotate_seconds, copy_seconds: what laying the prefix has taken so far; on CUDA, queueing it.
     """
 
-    def __init__(self, plan: PrefixPlan, kv_TL2HD: Tensor | None, rope: Rope, *, room: int) -> None:
+    def __init__(
+        self,
+        plan: PrefixPlan,
+        kv_TL2HD: Tensor | None,
+        rope: Rope,
+        *,
+        room: int,
+        first_positions: Sequence[int] = (),
+        parallel: ParallelAttention | None = None,
+    ) -> None:
         """Prepares a cache; nothing is copied on a CPU until a layer asks.
 
         Args:
@@ -47,19 +58,28 @@ class RequestCache:
                 floating dtype, on the model's device; None for an empty plan.
             rope: the model's RoPE.
             room: how many tokens will be computed over the prefix at most.
+            first_positions: ascending positions of the first of them, which may lie between the
+                prefix's; the others follow without gaps, right after the prefix if it is empty.
+            parallel: how computed tokens, which all follow the prefix, attend to its chunks.
         """
+        if parallel is not None and first_positions:
+            assert first_positions[0] >= plan.length, "all chunks lie before what is computed"
         assert (0 if kv_TL2HD is None else len(kv_TL2HD)) == plan.tokens, "plan and tokens differ"
-        self.next_position = plan.length
         self.rotate_seconds = self.copy_seconds = 0.0
         self._prefix_TL2HD = kv_TL2HD
         self._rotation = None
         if kv_TL2HD is not None:
             self._rotation = Rotation.of(plan, rope, kv_TL2HD.device)
-        self._tokens = plan.tokens
+        self._tokens = self.prefix_tokens = plan.tokens
+        chunk_tokens = plan.tokens - (parallel.shared_tokens if parallel else 0)
+        self.parallel = parallel if chunk_tokens else None
         positions = [
             torch.arange(piece.end - piece.start) + piece.position for piece in plan.slices
         ]
-        self._positions_C = torch.cat([*positions, torch.arange(room) + plan.length])
+        positions.append(torch.tensor(first_positions, dtype=torch.long))
+        following = first_positions[-1] + 1 if first_positions else plan.length
+        positions.append(torch.arange(room - len(first_positions)) + following)
+        self._positions_C = torch.cat(positions)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._laid: dict[int, torch.cuda.Event] = {}
 
@@ -80,14 +100,19 @@ class RequestCache:
 
     def append(self, layer: int, key_1HTD: Tensor, value_1HTD: Tensor) -> tuple[Tensor, Tensor]:
         """Puts computed keys and values behind a layer's others, in place; all of them so far."""
+        keys_1HCD, values_1HCD = self.laid(layer, key_1HTD, key_1HTD.shape[2])
+        keys_1HCD[:, :, self._tokens :] = key_1HTD
+        values_1HCD[:, :, self._tokens :] = value_1HTD
+        return keys_1HCD, values_1HCD
+
+    def laid(self, layer: int, like_1HTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values so far and the places of the next `count`, to be written to."""
         if layer not in self._layers:
-            self._layers[layer] = self._lay(layer, key_1HTD)
+            self._layers[layer] = self._lay(layer, like_1HTD)
         elif layer in self._laid:
             torch.cuda.current_stream().wait_event(self._laid.pop(layer))
-        end = self._tokens + key_1HTD.shape[2]
+        end = self._tokens + count
         keys_1HCD, values_1HCD = self._layers[layer]
-        keys_1HCD[:, :, self._tokens : end] = key_1HTD
-        values_1HCD[:, :, self._tokens : end] = value_1HTD
         return keys_1HCD[:, :, :end], values_1HCD[:, :, :end]
 
     def visible(self, count: int) -> Tensor | None:
@@ -96,16 +121,24 @@ class RequestCache:
         None for a single token, which follows all keys, and for the first tokens of an empty cache,
         which are plainly causal.
         """
-        end = self._tokens + count
-        assert end <= len(self._positions_C), "more tokens than the cache has room for"
+        positions_C = self.positions(count)
         if count == 1 or not self._tokens:
             return None
-        return self._positions_C[None, :end] <= self._positions_C[self._tokens : end, None]
+        return positions_C[None] <= positions_C[self._tokens :, None]
+
+    def positions(self, count: int) -> Tensor:
+        """Where all tokens so far stand, and the next `count`."""
+        end = self._tokens + count
+        assert end <= len(self._positions_C), "more tokens than the cache has room for"
+        return self._positions_C[:end]
+
+    def next_positions(self, count: int) -> Tensor:
+        """Where the next `count` computed tokens stand."""
+        return self.positions(count)[self._tokens :]
 
     def advance(self, count: int) -> None:
         """Counts `count` tokens as appended in every layer."""
         self._tokens += count
-        self.next_position += count
         # Every layer has been laid by now.
         self._prefix_TL2HD = None
 
@@ -125,13 +158,48 @@ class RequestCache:
         return keys_1HCD, values_1HCD
 
 
+class Step(Protocol):
+    """One forward pass over cached prefixes; passed to the model as `cached=`."""
+
+    def attend(
+        self, layer: int, query_1QTD: Tensor, key_1HTD: Tensor, value_1HTD: Tensor, scaling: float
+    ) -> Tensor:
+        """Keeps a layer's new keys and values, and attends over the cached ones: [1, T, Q, D]."""
+
+
 @dataclass(frozen=True)
 class CachedStep:
-    """What the attention must know of one forward pass; passed to the model as `cached=`."""
+    """The next tokens of many requests, each over its own cache."""
 
     caches: tuple[RequestCache, ...]
     lengths: tuple[int, ...]
     visible: tuple[Tensor | None, ...]
+
+    def attend(
+        self, layer: int, query_1QTD: Tensor, key_1HTD: Tensor, value_1HTD: Tensor, scaling: float
+    ) -> Tensor:
+        """See `Step`; every request's tokens are appended to its cache."""
+        lengths = list(self.lengths)
+        outputs = []
+        for cache, query, key, value, visible in zip(
+            self.caches,
+            query_1QTD.split(lengths, dim=2),
+            key_1HTD.split(lengths, dim=2),
+            value_1HTD.split(lengths, dim=2),
+            self.visible,
+            strict=True,
+        ):
+            keys, values = cache.append(layer, key, value)
+            if cache.parallel is None:
+                outputs.append(attend(query, keys, values, visible, scaling))
+            else:
+                chunks = slice(cache.parallel.shared_tokens, cache.prefix_tokens)
+                outputs.append(
+                    attend_in_parallel(
+                        query, keys, values, visible, scaling, cache.parallel, chunks
+                    )
+                )
+        return torch.cat(outputs, dim=1)
 
 
 @torch.inference_mode()
@@ -150,8 +218,7 @@ def forward_cached(
     lengths = tuple(len(ids) for _, ids in inputs)
     device = model.device
     positions = [
-        torch.arange(cache.next_position, cache.next_position + length)
-        for (cache, _), length in zip(inputs, lengths, strict=True)
+        cache.next_positions(length) for (cache, _), length in zip(inputs, lengths, strict=True)
     ]
     masks = [cache.visible(length) for (cache, _), length in zip(inputs, lengths, strict=True)]
     step = CachedStep(
@@ -179,7 +246,7 @@ def cached_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    cached: CachedStep | None = None,
+    cached: Step | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attends as `cached` says; returns [1, T, Q, D].
@@ -193,28 +260,29 @@ def cached_attention(
             "call set_attn_implementation('sdpa') to use it otherwise"
         )
     layer: Any = module.layer_idx
-    lengths = list(cached.lengths)
-    outputs = []
-    for cache, query, key, value, mask in zip(
-        cached.caches,
-        query_1QTD.split(lengths, dim=2),
-        key_1HTD.split(lengths, dim=2),
-        value_1HTD.split(lengths, dim=2),
-        cached.visible,
-        strict=True,
-    ):
-        keys, values = cache.append(layer, key, value)
-        output = scaled_dot_product_attention(
-            query,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None and query.shape[2] > 1,
-            scale=scaling,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )
-        outputs.append(output.transpose(1, 2))
-    return torch.cat(outputs, dim=1), None
+    return cached.attend(layer, query_1QTD, key_1HTD, value_1HTD, scaling), None
+
+
+def attend(
+    query_1QTD: Tensor,
+    keys_1HCD: Tensor,
+    values_1HCD: Tensor,
+    visible_TC: Tensor | None,
+    scaling: float,
+) -> Tensor:
+    """Softmax attention to the visible keys; [1, T, Q, D].
+
+    Without `visible_TC` a single query sees all keys, and several are plainly causal.
+    """
+    return scaled_dot_product_attention(
+        query_1QTD,
+        keys_1HCD,
+        values_1HCD,
+        attn_mask=visible_TC,
+        is_causal=visible_TC is None and query_1QTD.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=query_1QTD.shape[1] != keys_1HCD.shape[1],
+    ).transpose(1, 2)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

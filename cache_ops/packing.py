@@ -16,17 +16,36 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from cache_ops.layout import Layout
 from cache_ops.plan import PrefixPlan
 from cache_ops.rope import Rope
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question: its prefix, its query tokens and the answer tokens to be learned."""
+    """One question: its prefix, its query tokens and the answer tokens to be learned.
+
+    `query_positions` are ascending; None: they follow the prefix. The answer follows the query.
+    """
 
     plan: PrefixPlan
     query_ids: Sequence[int]
     answer_ids: Sequence[int]
+    query_positions: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, layout: Layout, query_ids: Sequence[int], answer_ids: Sequence[int]) -> Self:
+        """The example of a layout; what it computes online goes before the query."""
+        positions = layout.positions_with(len(query_ids))
+        return cls(layout.plan, [*layout.online_ids, *query_ids], answer_ids, positions)
+
+    def positions(self) -> Tensor:
+        """Positions of query and answer."""
+        tokens = len(self.query_ids) + len(self.answer_ids)
+        if self.query_positions is None:
+            return torch.arange(tokens) + self.plan.length
+        answer = torch.arange(len(self.answer_ids)) + self.query_positions[-1] + 1
+        return torch.cat((torch.tensor(self.query_positions, dtype=torch.long), answer))
 
 
 @dataclass(frozen=True)
@@ -191,7 +210,7 @@ def _lay_out(
         ]
 
         own_ids = [*example.query_ids, *example.answer_ids]
-        own_positions = torch.arange(len(own_ids)) + example.plan.length
+        own_positions = example.positions()
         key_positions = torch.cat([*prefix_positions, own_positions])
         visible.append(key_positions[None, :] <= own_positions[:, None])
 

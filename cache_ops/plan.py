@@ -5,7 +5,7 @@ Slices follow the prompt without gaps, as in the CoinRAG paper's section on RoPE
 contiguous assembly: slice i starts where slice i-1 ended.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,7 @@ PROMPT = "<prompt>"
 
 Order = Literal["rank_then_document", "score"]
 Overlap = Literal["merge", "keep"]
+Positions = Literal["contiguous", "original"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def plan_prefix(
     chunk_ranks: Sequence[str],
     order: Order = "rank_then_document",
     overlap: Overlap = "merge",
+    positions: Positions = "contiguous",
 ) -> PrefixPlan:
     """Lays the prompt and the spans side by side.
 
@@ -79,6 +81,9 @@ def plan_prefix(
         overlap: `merge` joins overlapping and touching spans of a chunk, so that no token stands
             twice (under `score` the joined span takes the place of its best part); `keep` leaves
             the spans as they are.
+        positions: `contiguous` lays them end to end after the prompt; `original` leaves each at its
+            chunk's positions, so that nothing is rotated and positions may coincide (the paper's
+            ablation); the query then follows the last of them.
 
     Raises:
         ValueError: a span's chunk is not among `chunk_ranks`, or a choice is unknown.
@@ -90,6 +95,8 @@ def plan_prefix(
         raise ValueError(f"order is {order!r}; choose rank_then_document or score")
     if overlap not in ("merge", "keep"):
         raise ValueError(f"overlap is {overlap!r}; choose merge or keep")
+    if positions not in ("contiguous", "original"):
+        raise ValueError(f"positions is {positions!r}; choose contiguous or original")
 
     ordered = merge_spans(spans) if overlap == "merge" else list(spans)
     if order == "rank_then_document":
@@ -98,9 +105,39 @@ def plan_prefix(
     slices = [Slice(PROMPT, 0, prompt_length, 0)] if prompt_length else []
     position = prompt_length
     for span in ordered:
-        slices.append(Slice(span.chunk, span.start, span.end, position))
+        at = position if positions == "contiguous" else span.start
+        slices.append(Slice(span.chunk, span.start, span.end, at))
         position += span.end - span.start
     return PrefixPlan(tuple(slices))
+
+
+def isolated(
+    plan: PrefixPlan, chunk_ids: Mapping[str, Sequence[int]], positions: Positions = "contiguous"
+) -> tuple[PrefixPlan, dict[str, Sequence[int]]]:
+    """The same prefix with every slice a chunk of its own, encoded without the text around it.
+
+    The paper's ablation of contextualized caching.
+
+    Args:
+        plan: the prefix.
+        chunk_ids: the tokens of every chunk of the plan; the prompt stays whole.
+        positions: `contiguous` keeps the plan's; `original` are those of the encoding, from 0.
+
+    Returns:
+        The plan and the tokens of its chunks.
+    """
+    slices: list[Slice] = []
+    alone: dict[str, Sequence[int]] = {}
+    for piece in plan.slices:
+        if piece.chunk == PROMPT:
+            alone[PROMPT] = chunk_ids[PROMPT]
+            slices.append(piece)
+            continue
+        name = f"{piece.chunk}[{piece.start}:{piece.end}]"
+        alone[name] = chunk_ids[piece.chunk][piece.start : piece.end]
+        at = piece.position if positions == "contiguous" else 0
+        slices.append(Slice(name, 0, piece.end - piece.start, at))
+    return PrefixPlan(tuple(slices)), alone
 
 
 def merge_spans(spans: Sequence[Span]) -> list[Span]:

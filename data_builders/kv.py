@@ -1,7 +1,7 @@
 """From a recipe to the keys and values of its chunks: which store holds them, what supplies them.
 
 A recipe's store folder holds one store for each set of weights that encodes chunks: `base` for the
-model that it names, `fine_tuned` for what its training leaves.
+model that it names, `fine_tuned` for what its training leaves, and one for each run of `eval.runs`.
 """
 
 import logging
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,12 +30,10 @@ from recipes.schema import Recipe
 
 log = logging.getLogger(__name__)
 
-Checkpoint = Literal["base", "fine_tuned"]
 
-
-def store_folder(config: Recipe, checkpoint: Checkpoint) -> Path | None:
-    """Where the slices of a checkpoint's weights are kept between runs; None: nowhere."""
-    return Path(config.store.folder) / checkpoint if config.store.folder else None
+def store_folder(config: Recipe, name: str) -> Path | None:
+    """Where the slices of some weights are kept between runs; None: nowhere."""
+    return Path(config.store.folder) / name if config.store.folder else None
 
 
 def stored_dtype(config: Recipe, model: PreTrainedModel) -> StoreDtype:
@@ -48,7 +46,7 @@ def open_store(
     config: Recipe,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Checkpoint,
+    name: str,
     *,
     base_weights_only: bool = False,
     create: bool = False,
@@ -58,6 +56,7 @@ def open_store(
 
     Args:
         model: whose weights the store must have been made by.
+        name: of the store, inside the recipe's store folder.
         base_weights_only: leave an adapter of peft out of account.
         create: make the store where there is none; otherwise None says so.
         wait_seconds: how long a write waits for another process's.
@@ -67,7 +66,7 @@ def open_store(
             another layout; says which.
         StoreError: the folder holds no store, or cannot be written to.
     """
-    folder = store_folder(config, checkpoint)
+    folder = store_folder(config, name)
     if folder is None or not (create or folder.exists()):
         return None
     settings = config.store
@@ -111,20 +110,20 @@ def open_supply(
     config: Recipe,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Checkpoint,
+    name: str,
     *,
     writable: bool = False,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Supply:
-    """Opens what supplies a checkpoint's slices: memory, then the recipe's store, then the model.
+    """Opens what supplies a model's slices: memory, then the recipe's store, then the model.
 
-    `model` has the checkpoint's weights; see `supply_over` and `open_store`.
+    See `supply_over` and `open_store`.
 
     Raises:
         ForeignStoreError, StoreError: see `open_store`.
     """
     store = open_store(
-        config, model, tokenizer, checkpoint, create=writable, wait_seconds=wait_seconds
+        config, model, tokenizer, name, create=writable, wait_seconds=wait_seconds
     )
     return supply_over(config, model, store, writable=writable)
 

@@ -31,7 +31,7 @@ from cache_ops.store.stored import (
 )
 from data_builders.build import load_built
 from data_builders.key import SPLITS, tokenizer_identity
-from data_builders.kv import Checkpoint, open_store
+from data_builders.kv import open_store
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Tables
 from recipes.errors import UserError
@@ -81,7 +81,7 @@ def fill_store(
     tables: Sequence[Tables],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Checkpoint,
+    checkpoint: str,
     *,
     remove_others: bool = False,
 ) -> Filled:

@@ -13,15 +13,18 @@ from recipes.files import write_text
 logger = logging.getLogger(__name__)
 
 
-Variant = tuple[str, str, int, int | None]
+Variant = tuple[str, str, str, int, int | None]
+"""Arm, checkpoint, system, k_c and k: a cell of a comparison."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One question answered by one system at one width with one checkpoint's weights."""
+    """One question answered in one cell of a comparison."""
 
     key: str
     """Digest of everything that decides the answer and its timing; see `identity`."""
+    arm: str
+    """The changes to the recipe that it was measured under; empty for the recipe itself."""
     checkpoint: str
     system: str
     k_c: int
@@ -29,16 +32,25 @@ class Answer:
     question_id: str
     dataset: str
     question: str
-    evidence: list[str]
-    """Nugget texts, best first; titles of the chunks where whole chunks are served."""
+    chunk_ids: list[str]
+    """The retrieved chunks, best first."""
+    evidence: list[dict[str, str | None]]
+    """`chunk_id` and `text` of what the model saw, best first; no text where it is the chunk's."""
     answer: str
     gold: list[str]
     f1: float
     em: float
-    ttft_ms: float
+    ttft_ms: list[float]
+    """One for each timed prefill."""
     load_ms: float
-    """Of it, loading, copying and rotating the prefix."""
+    """Of the first, loading, copying and rotating the prefix."""
+    extract_ms: float
+    """Of the first, having nuggets extracted for the question."""
     active_tokens: int
+    online_tokens: int
+    """Tokens computed before the first answer token: the query's, and what is not cached."""
+    recomputed_tokens: float
+    """Cached tokens that were computed anew beside them, in the mean of the layers."""
     bytes_read: int
     new_tokens: int
     stopped: bool
@@ -48,11 +60,20 @@ class Answer:
     offline_tokens: int
     """Chunk tokens of this question that were encoded before the clock started."""
     offline_ms: float
+    cut_tokens: int
+    """Context tokens left out of an over-long prompt."""
+    gold_recall: float | None
+    gold_tokens: int
+    context_tokens: int
+    answer_in_chunks: bool
+    answer_in_prefix: bool
+    error_kinds: list[str]
+    """These six as in `diagnosis.Diagnosis`."""
 
     @property
     def variant(self) -> Variant:
-        """What was measured: checkpoint, system, k_c, k."""
-        return self.checkpoint, self.system, self.k_c, self.k
+        """The cell it belongs to."""
+        return self.arm, self.checkpoint, self.system, self.k_c, self.k
 
 
 def read_answers(path: Path) -> list[Answer]:
@@ -76,23 +97,21 @@ def read_answers(path: Path) -> list[Answer]:
     return answers
 
 
-def resume_answers(path: Path, keys: Mapping[str, str]) -> list[Answer]:
-    """The answers that still hold, given the key of each checkpoint that a run measures.
+def resume_answers(path: Path, keys: Mapping[Variant, str]) -> list[Answer]:
+    """The answers that still hold, given the key of each cell that a run measures.
 
     Answers under another key are moved to `answers.previous.jsonl` beside the file, with a warning;
-    those of checkpoints without a key here stay.
+    those of cells without a key here stay.
     """
     found = read_answers(path)
-    kept = [answer for answer in found if keys.get(answer.checkpoint, answer.key) == answer.key]
-    if stale := [
-        answer for answer in found if keys.get(answer.checkpoint, answer.key) != answer.key
-    ]:
+    kept = [answer for answer in found if keys.get(answer.variant, answer.key) == answer.key]
+    if stale := [answer for answer in found if keys.get(answer.variant, answer.key) != answer.key]:
         previous = path.with_name("answers.previous.jsonl")
         write_text(previous, "".join(map(_line, stale)))
         logger.warning(
             "settings, data, weights or machine changed: %d answers (%s) moved to %s, asked again",
             len(stale),
-            ", ".join(sorted({answer.checkpoint for answer in stale})),
+            ", ".join(sorted({" ".join(answer.variant[:3]).strip() for answer in stale})),
             previous,
         )
     # Also without stale answers: a half-written last line must not be appended to.

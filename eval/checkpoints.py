@@ -1,5 +1,7 @@
 """The weights that answer, and those that encode what is answered from."""
 
+import hashlib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -8,7 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from cache_ops.cached import enable_cached
+from cache_ops.closing import Closing
 from cache_ops.hf import check_vocabulary, load_model
+from cache_ops.links import LINKS_FILE, Links, add_links, load_links
+from cache_ops.store.lock import WAIT_SECONDS
+from cache_ops.supply import Supply
+from data_builders.kv import open_supply
 from recipes.errors import UserError
 from recipes.resolve import resolve
 from recipes.schema import Recipe
@@ -16,45 +23,126 @@ from recipes.schema import Recipe
 Checkpoint = Literal["base", "fine_tuned"]
 
 
-def weights_folder(config: Recipe, checkpoint: Checkpoint) -> Path:
-    """The folder of a checkpoint's weights.
+@dataclass(frozen=True)
+class Weights:
+    """Whose weights answer, and whose keys and values they answer from."""
+
+    folder: Path
+    context: Path
+    context_store: str
+    """The name of the store of what `context` encodes, inside `store.folder`."""
+
+
+def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
+    """The weights of a checkpoint as a system uses them.
+
+    Fine-tuned ones are those of the system's run, `eval.runs`, or else of `train.run_folder`. What
+    they answer from is encoded by themselves, unless they were trained over frozen context; the
+    run folder's recipe says so, whatever the recipe at hand says.
 
     Raises:
-        UserError: the recipe's training has left no checkpoint.
+        UserError: the training has left no checkpoint, or the run folder's recipe cannot be read.
     """
+    base = _base_folder(config.model.path)
     if checkpoint == "base":
-        path = config.model.path
-        if Path(path).is_dir():
-            return Path(path)
-        # A name in the local Hugging Face cache.
-        return Path(str(cached_file(path, "config.json", local_files_only=True))).parent
-    folder = Path(config.train.run_folder) / "checkpoint"
+        return Weights(base, base, "base")
+    own_run: str | None = getattr(config.eval.runs, system)
+    run = Path(own_run or config.train.run_folder)
+    folder = run / "checkpoint"
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"no fine-tuned checkpoint at {folder}: run coinrag train with this recipe first, or "
-            "use the base model alone (eval.checkpoints=[base], --checkpoint base)"
+            f"no fine-tuned checkpoint at {folder}: run coinrag train with this recipe first "
+            f"(eval.runs.{system} names another run), or use the base model alone "
+            "(eval.checkpoints=[base], --checkpoint base)"
         )
-    return folder
+    recipe = run / "recipe.yaml"
+    trained = resolve([str(recipe)]).config if recipe.is_file() else config
+    if trained.context.gradient == "frozen":
+        return Weights(folder, base, "base")
+    if own_run is None:
+        return Weights(folder, folder, "fine_tuned")
+    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
+    return Weights(folder, folder, f"fine_tuned-{name}")
 
 
-def context_checkpoint(config: Recipe, checkpoint: Checkpoint) -> Checkpoint:
-    """Whose keys and values a checkpoint answers from.
+def _base_folder(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    # A name in the local Hugging Face cache.
+    return Path(str(cached_file(path, "config.json", local_files_only=True))).parent
 
-    Its own, unless it was trained over frozen context; the run folder's recipe says so, whatever
-    the recipe at hand says.
 
-    Raises:
-        UserError: the run folder's recipe cannot be read.
-    """
-    if checkpoint == "base":
-        return "base"
-    trained = Path(config.train.run_folder) / "recipe.yaml"
-    if trained.is_file():
-        config = resolve([str(trained)]).config
-    return "base" if config.context.gradient == "frozen" else checkpoint
+@dataclass(frozen=True)
+class Served(Closing):
+    """Weights in memory, with what supplies their slices; a context manager."""
+
+    model: PreTrainedModel
+    supply: Supply
+    folder: Path
+    _links: dict[tuple[int, int], Links] = field(default_factory=dict, repr=False)
+
+    def links(self, config: Recipe, documents: int) -> Links | None:
+        """KVLink's link tokens as a recipe asks for them: those trained, or untrained ones.
+
+        Raises:
+            UserError: the weights were trained with another number a document.
+        """
+        wanted = config.systems.kvlink.link_tokens
+        if not wanted:
+            return None
+        if (documents, wanted) not in self._links:
+            if (self.folder / LINKS_FILE).is_file():
+                links = load_links(self.model, self.folder)
+            else:
+                links = add_links(self.model, documents, wanted, config.seed)
+            if links.per_document != wanted:
+                raise UserError(
+                    f"{self.folder} was trained with {links.per_document} link tokens a document, "
+                    f"systems.kvlink.link_tokens asks for {wanted}"
+                )
+            self._links[documents, wanted] = links
+        return self._links[documents, wanted]
+
+    def close(self) -> None:
+        """Closes what supplies slices."""
+        self.supply.close()
 
 
 def load_served(
+    config: Recipe,
+    weights: Weights,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    wait_seconds: float = WAIT_SECONDS,
+) -> Served:
+    """Loads weights, and opens where their slices come from.
+
+    Args:
+        config: the recipe; its `store` section says where slices are kept.
+        weights: what to load.
+        tokenizer: must fit the weights.
+        wait_seconds: how long a write to the store waits for another process's.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_model`.
+        ForeignStoreError, StoreError: see `data_builders.kv.open_store`.
+    """
+    model = load_weights(config, weights.folder, tokenizer)
+    encoder = model
+    if weights.context != weights.folder:
+        encoder = load_weights(config, weights.context, tokenizer)
+    supply = open_supply(
+        config,
+        encoder,
+        tokenizer,
+        weights.context_store,
+        writable=True,
+        wait_seconds=wait_seconds,
+    )
+    return Served(model, supply, weights.folder)
+
+
+def load_weights(
     config: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     """Loads weights onto the GPU if there is one, for `cache_ops.cached.forward_cached`.

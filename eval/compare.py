@@ -1,144 +1,230 @@
-"""Systems x checkpoints x widths on the same questions, in one run (`coinrag compare`).
+"""Arms x systems x checkpoints x widths on the same questions, in one run (`coinrag compare`).
 
-Checkpoints run one after the other; within a question all systems and widths run in turn, the
-order rotated by one from question to question, so that none is timed on a warmer machine.
+Each set of weights is loaded once and answers in all cells that use it. Within a question these run
+in turn, the order rotated by one from question to question, so that none is timed on a warmer
+machine.
 """
 
 import json
 import logging
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from cache_ops.hf import load_tokenizer
 from data_builders.build import built_folder, load_built
 from data_builders.prompt import PromptTemplate
+from data_builders.tables import Chunk
 from eval.answers import Variant, append_answers, read_answers, resume_answers
-from eval.checkpoints import Checkpoint, context_checkpoint, weights_folder
+from eval.cells import Cell, cells_of
+from eval.checkpoints import Weights, weights_of
 from eval.environment import environment
+from eval.figures import draw_all, draw_overview
 from eval.identity import answer_key, setting, weights_digest
-from eval.report import plot
+from eval.page import write_page
 from eval.runner import Runner
 from eval.summary import summarize
-from eval.systems import SYSTEMS, Question, Width
+from eval.systems import Question
 from recipes.errors import UserError
+from recipes.fields import leaves
 from recipes.files import write_text
 from recipes.progress import track
 from recipes.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
+Turn = list[tuple[Cell, Question]]
+Done = AbstractSet[tuple[Variant, str]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cells that one set of weights answers in."""
+
+    weights: Weights
+    cells: list[Cell]
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+        systems = Counter(cell.system for cell in self.cells)
+        return f"{self.cells[0].checkpoint} weights of {self.weights.folder} ({', '.join(systems)})"
+
 
 def compare(config: Recipe) -> dict[str, Any]:
-    """Measure every system of `eval.systems` at every width with every checkpoint.
+    """Measure every cell of the recipe's `eval` section.
 
     Writes into `eval.output` (default `<train.run_folder>/compare`): `answers.jsonl` as answers
-    are earned, then `compare.json` and `compare.png`, each whole or not at all. Returns the content
-    of `compare.json`; `report.render_table` makes it readable. Started again after a kill, it goes
-    on with the answers that are missing; those given under another setting, by other weights or on
-    another machine are moved to `answers.previous.jsonl`.
+    are earned, then `compare.json`, `compare.png`, `compare.html` and `figures/`, each whole or not
+    at all. Returns the content of `compare.json`; `report.render_table` makes it readable. Started
+    again after a kill, it goes on with the answers that are missing; those given under another
+    setting, by other weights or on another machine are moved to `answers.previous.jsonl`.
 
     Raises UserError for no built dev data and for no fine-tuned checkpoint, ModelNotFoundError for
     no base model, before anything is written.
     """
     start = time.perf_counter()
-    systems = _systems(config)
+    cells = cells_of(config)
     tokenizer = load_tokenizer(config.model.path)
-    template = PromptTemplate(tokenizer, config.prompt)
-    weights = {name: weights_folder(config, name) for name in config.eval.checkpoints}
-    questions = dev_questions(config)
+    weights = {cell: weights_of(cell.arm.config, cell.checkpoint, cell.system) for cell in cells}
+    questions = {cell.arm.name: _arm_questions(cell, config) for cell in cells}
 
     output = Path(config.eval.output or Path(config.train.run_folder) / "compare")
     output.mkdir(parents=True, exist_ok=True)
     answers_path = output / "answers.jsonl"
-    conditions = setting(config, built_folder(config, "dev"), template)
-    keys = _keys(config, conditions, weights)
+    keys = _keys(weights, tokenizer)
     done = {(a.variant, a.question_id) for a in resume_answers(answers_path, keys)}
 
-    for checkpoint, folder in weights.items():
-        missing = _missing(checkpoint, questions, systems, done)
-        logger.info(
-            "%s (%s): %d of %d questions to answer",
-            checkpoint,
-            folder,
-            len(missing),
-            len(questions),
-        )
-        if not missing:
+    for group in _groups(weights):
+        turns = _turns(group.cells, questions, done)
+        count = sum(map(len, turns))
+        logger.info("%s: %d answers to %d questions are to be given", group.name, count, len(turns))
+        if not turns:
             continue
-        with Runner.load(config, checkpoint, keys[checkpoint], tokenizer, template) as runner:
-            for question, _ in missing[: config.eval.warmup_questions]:
-                runner.answer(question, systems)
-            for question, left in track(missing, f"compare {checkpoint}", unit="questions"):
-                append_answers(answers_path, runner.answer(question, left))
-        # One checkpoint's weights are gone before the next one's come.
+        with Runner(config, group.weights, group.cells, keys, tokenizer) as runner:
+            _warm_up(runner, turns, config.eval.warmup_questions)
+            for turn in track(turns, f"compare {group.cells[0].checkpoint}", unit="questions"):
+                append_answers(answers_path, runner.answer(turn))
+        # One group's weights are gone before the next one's come.
         del runner
 
-    measured = {_variant(checkpoint, s) for checkpoint in weights for s in systems}
-    answers = [answer for answer in read_answers(answers_path) if answer.variant in measured]
+    measured = {cell.variant for cell in cells}
+    asked = {(name, question) for name, own in questions.items() for question in own}
+    answers = [
+        answer
+        for answer in read_answers(answers_path)
+        if answer.variant in measured and (answer.arm, answer.question_id) in asked
+    ]
+    template = PromptTemplate(tokenizer, config.prompt)
     result = {
         "recipe": config.name,
-        **summarize(answers, resamples=config.eval.bootstrap_resamples, seed=config.seed),
-        "setting": {**conditions, "weights": {name: str(path) for name, path in weights.items()}},
+        **summarize(
+            answers,
+            resamples=config.eval.bootstrap_resamples,
+            seed=config.seed,
+            budgets_ms=config.eval.budgets_ms,
+        ),
+        "setting": {
+            **setting(config, built_folder(config, "dev"), template),
+            "arms": {cell.arm.name: _changes(cell, config) for cell in cells if cell.arm.name},
+            "weights": {
+                f"{cell.checkpoint} {cell.system}": str(found.folder)
+                for cell, found in weights.items()
+            },
+        },
         "config": config.model_dump(mode="json"),
         "environment": environment(),
         "seconds_this_run": time.perf_counter() - start,
         "peak_memory_gib": _peak_memory_gib(),
     }
     write_text(output / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    plot(result, output / "compare.png")
-    logger.info("wrote compare.json, compare.png and answers.jsonl to %s", output)
+    draw_overview(result, output / "compare.png")
+    draw_all(result, output / "figures")
+    chunks = _shown_chunks(questions.values())
+    write_page(result, answers, chunks, output / "compare.html")
+    logger.info(
+        "wrote compare.json, compare.html, compare.png, figures and answers.jsonl to %s", output
+    )
     return result
 
 
+def _arm_questions(cell: Cell, config: Recipe) -> dict[str, Question]:
+    """The questions of a cell's arm by id, the first so many of each data set."""
+    limit = config.eval.questions_per_dataset
+    taken: Counter[str] = Counter()
+    questions = {}
+    try:
+        found = dev_questions(cell.arm.config)
+    except UserError as error:
+        if not cell.arm.name:
+            raise
+        raise UserError(
+            f"arm {cell.arm.name!r}: {error} (a build of the recipe with its arms builds this too)"
+        ) from error
+    for question in found:
+        taken[question.dataset] += 1
+        if limit is None or taken[question.dataset] <= limit:
+            questions[question.question_id] = question
+    return questions
+
+
 def _keys(
-    config: Recipe, conditions: Mapping[str, Any], weights: Mapping[Checkpoint, Path]
-) -> dict[str, str]:
-    """What each checkpoint's answers depend on: also the weights whose slices it answers from."""
-    keys: dict[str, str] = {}
-    for name, folder in weights.items():
-        digests = [weights_digest(folder)]
-        if (source := context_checkpoint(config, name)) != name:
-            digests.append(weights_digest(weights_folder(config, source)))
-        keys[name] = answer_key(conditions, digests)
+    weights: Mapping[Cell, Weights], tokenizer: PreTrainedTokenizerBase
+) -> dict[Variant, str]:
+    """What each cell's answers depend on: also the weights whose slices it answers from."""
+    digests: dict[Path, str] = {}
+    keys = {}
+    for cell, found in weights.items():
+        arm = cell.arm.config
+        own = {found.folder: None, found.context: None}
+        for folder in own:
+            digests.setdefault(folder, weights_digest(folder))
+        template = PromptTemplate(tokenizer, arm.prompt)
+        conditions = setting(arm, built_folder(arm, "dev"), template, cell.system)
+        keys[cell.variant] = answer_key(conditions, [digests[folder] for folder in own])
     return keys
 
 
-def _systems(config: Recipe) -> list[tuple[str, Width]]:
-    """Systems x widths; a system of whole chunks is measured once a `k_c`."""
-    widths = [Width(w.k_c, w.k) for w in config.eval.widths]
-    systems = [
-        (name, width if SYSTEMS[name].selects_nuggets else replace(width, k=None))
-        for width in widths or [Width(config.retrieval.k_c, config.retrieval.k)]
-        for name in config.eval.systems
-    ]
-    return list(dict.fromkeys(systems))
+def _groups(weights: Mapping[Cell, Weights]) -> list[Group]:
+    """Cells by the weights that answer in them, and by what their stores depend on."""
+    groups: defaultdict[Any, list[Cell]] = defaultdict(list)
+    for cell, found in weights.items():
+        groups[found, cell.arm.config.data.chunk_tokens].append(cell)
+    return [Group(found, cells) for (found, _), cells in groups.items()]
 
 
-def _variant(checkpoint: str, system: tuple[str, Width]) -> Variant:
-    name, width = system
-    return checkpoint, name, width.k_c, width.k
+def _turns(
+    cells: Sequence[Cell], questions: Mapping[str, Mapping[str, Question]], done: Done
+) -> list[Turn]:
+    """For each question the cells that still have to answer it, in their rotated order."""
+    ids = dict.fromkeys(name for cell in cells for name in questions[cell.arm.name])
+    turns = []
+    for number, question_id in enumerate(ids):
+        shift = number % len(cells)
+        turn = [
+            (cell, questions[cell.arm.name][question_id])
+            for cell in [*cells[shift:], *cells[:shift]]
+            if question_id in questions[cell.arm.name] and (cell.variant, question_id) not in done
+        ]
+        if turn:
+            turns.append(turn)
+    return turns
 
 
-def _missing(
-    checkpoint: str,
-    questions: Sequence[Question],
-    systems: Sequence[tuple[str, Width]],
-    done: AbstractSet[tuple[Variant, str]],
-) -> list[tuple[Question, list[tuple[str, Width]]]]:
-    """Each question with the systems that still have to answer it, in its rotated order."""
-    missing = []
-    for number, question in enumerate(questions):
-        shift = number % len(systems)
-        rotated = [*systems[shift:], *systems[:shift]]
-        left = [s for s in rotated if (_variant(checkpoint, s), question.question_id) not in done]
-        if left:
-            missing.append((question, left))
-    return missing
+def _warm_up(runner: Runner, turns: Sequence[Turn], count: int) -> None:
+    """Answers some questions for nothing, and says what the whole will take."""
+    warm = turns[:count]
+    if not warm:
+        return
+    start = time.perf_counter()
+    for turn in warm:
+        runner.answer(turn)
+    # The first ones also wait for what later ones find ready.
+    seconds = (time.perf_counter() - start) / sum(map(len, warm))
+    answers = sum(map(len, turns))
+    logger.info(
+        "at most about %.1f s an answer: %.0f min for %d", seconds, seconds * answers / 60, answers
+    )
+
+
+def _changes(cell: Cell, config: Recipe) -> dict[str, Any]:
+    """The options in which an arm differs from the recipe, with its values."""
+    before = dict(leaves(config.model_dump(mode="json")))
+    after = leaves(cell.arm.config.model_dump(mode="json"))
+    return {path: value for path, value in after if before.get(path) != value}
+
+
+def _shown_chunks(questions: Iterable[Mapping[str, Question]]) -> dict[str, dict[str, str]]:
+    """Title and text of every retrieved chunk, by id."""
+    found: list[Chunk] = [c for own in questions for q in own.values() for c in q.chunks]
+    return {chunk.chunk_id: {"title": chunk.title, "text": chunk.text} for chunk in found}
 
 
 def dev_questions(config: Recipe) -> list[Question]:
@@ -156,6 +242,7 @@ def dev_questions(config: Recipe) -> list[Question]:
             answers=row["answers"],
             chunks=[tables.chunk(chunk_id) for chunk_id in row["chunk_ids"]],
             nugget_scores=row["nugget_scores"],
+            gold_chunk_ids=row["gold_chunk_ids"],
         )
         for row in tables.samples
     ]

@@ -4,9 +4,10 @@ Positions are always passed explicitly; `generate()` would guess them from the c
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from cache_ops.cached import RequestCache, forward_cached
@@ -30,14 +31,19 @@ class Generation:
         *,
         stop_ids: AbstractSet[int],
         max_new_tokens: int,
+        first_pass: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Answers after `online_ids` (at least one), which follow the cache's prefix."""
+        """Answers after `online_ids` (at least one), which are computed over the cache's prefix.
+
+        `first_pass` computes them in a way of its own, and gives the logits_1V after the last one.
+        """
         assert online_ids, "a request computes at least one token online"
         self.cache = cache
         self.token_ids: list[int] = []
         self.stopped = self.done = False
         self.first_token: float | None = None
         self.next_ids = online_ids
+        self.first_pass = first_pass
         self._stop_ids = stop_ids
         self._limit = max_new_tokens
 
@@ -45,6 +51,7 @@ class Generation:
         """Goes on with the most likely next token."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
+            self.first_pass = None
         self.stopped = token in self._stop_ids
         if not self.stopped:
             self.token_ids.append(token)
@@ -53,8 +60,16 @@ class Generation:
 
 
 def advance(model: PreTrainedModel, generations: Sequence[Generation]) -> None:
-    """Brings each of the unfinished answers one token further, by one forward pass."""
-    logits_BV = forward_cached(model, [(one.cache, one.next_ids) for one in generations])
-    # Reading the tokens is the one device synchronisation.
-    for one, token in zip(generations, logits_BV.argmax(dim=-1).tolist(), strict=True):
-        one.take(token)
+    """Brings each of the unfinished answers one token further.
+
+    All share one forward pass, but those whose first pass is of its own kind.
+    """
+    shared = [one for one in generations if one.first_pass is None]
+    if shared:
+        logits_BV = forward_cached(model, [(one.cache, one.next_ids) for one in shared])
+        # Reading the tokens is the one device synchronisation.
+        for one, token in zip(shared, logits_BV.argmax(dim=-1).tolist(), strict=True):
+            one.take(token)
+    for one in generations:
+        if one.first_pass is not None:
+            one.take(int(one.first_pass().argmax()))

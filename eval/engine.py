@@ -14,17 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from cache_ops.closing import Closing
 from cache_ops.hf import load_tokenizer
-from cache_ops.supply import Supply
-from data_builders.kv import open_supply
-from data_builders.prompt import PromptTemplate
 from eval.asked import Asked, Reply
-from eval.checkpoints import Checkpoint, context_checkpoint, load_served, weights_folder
+from eval.checkpoints import Checkpoint, load_served, weights_of
 from eval.online import OnlinePath, OnlineRequest
 from eval.retriever import Retriever
+from eval.serving import open_serving
 from eval.systems import SYSTEMS, Width
 from eval.telemetry import RequestReport, Telemetry
 from recipes.errors import UserError
@@ -42,16 +38,14 @@ class Engine(Closing):
         checkpoint: Checkpoint,
         system: str,
         *,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        path: OnlinePath,
         retriever: Retriever,
-        supply: Supply,
         telemetry: Telemetry,
     ) -> None:
         """Starts the engine over its opened parts; see `open`."""
         self._checkpoint, self._system = checkpoint, system
-        self._tokenizer, self._retriever = tokenizer, retriever
-        self._path = OnlinePath(config, model, PromptTemplate(tokenizer, config.prompt), supply)
+        self._tokenizer, self._retriever = path.serving.tokenizer, retriever
+        self._path = path
         k = config.retrieval.k if SYSTEMS[system].selects_nuggets else None
         self._width = Width(config.retrieval.k_c, k)
         self._at_once = config.eval.concurrent_requests
@@ -90,18 +84,12 @@ class Engine(Closing):
         telemetry = Telemetry(log)
         tokenizer = load_tokenizer(config.model.path)
         retriever = Retriever.open(config)
-        model = load_served(config, weights_folder(config, checkpoint), tokenizer)
-        source = context_checkpoint(config, checkpoint)
-        encoder = model
-        if source != checkpoint:
-            encoder = load_served(config, weights_folder(config, source), tokenizer)
+        weights = weights_of(config, checkpoint, system)
         # Answers do not wait for another process that writes to the store.
-        supply = open_supply(config, encoder, tokenizer, source, writable=True, wait_seconds=0.0)
-        return cls(
-            config, checkpoint, system,
-            model=model, tokenizer=tokenizer, retriever=retriever, supply=supply,
-            telemetry=telemetry,
-        )  # fmt: skip
+        served = load_served(config, weights, tokenizer, wait_seconds=0.0)
+        serving = open_serving(config, served, tokenizer, [system])
+        path = OnlinePath(serving, served.model, served.supply)
+        return cls(config, checkpoint, system, path=path, retriever=retriever, telemetry=telemetry)
 
     def ask(self, question: str) -> Asked:
         """Hands a question in and returns at once; its answer streams from what is returned."""
@@ -236,13 +224,14 @@ class Engine(Closing):
         report = RequestReport(
             question=asked.question,
             answer=text,
-            evidence=request.served.evidence,
+            evidence=self._evidence(request),
             checkpoint=self._checkpoint,
             system=self._system,
             k_c=self._width.k_c,
             k=self._width.k,
-            active_tokens=request.served.active_tokens,
+            active_tokens=request.served.layout.tokens,
             online_tokens=request.online_tokens,
+            recomputed_tokens=request.recomputed_tokens,
             new_tokens=len(generation.token_ids),
             stopped=generation.stopped,
             tokens_memory=supplied.tokens_memory if supplied else 0,
@@ -255,3 +244,9 @@ class Engine(Closing):
             total_ms=(time.perf_counter() - asked.since) * 1e3,
         )
         return Reply(text, generation.token_ids, report)
+
+    def _evidence(self, request: OnlineRequest) -> list[str]:
+        if SYSTEMS[self._system].selects_nuggets:
+            return [piece.text for piece in request.served.evidence]
+        titles = {chunk.chunk_id: chunk.title for chunk in request.question.chunks}
+        return [titles[piece.chunk_id] for piece in request.served.evidence]

@@ -6,15 +6,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_builders.nuggets.online import online_identity
 from data_builders.prompt import PromptTemplate
 from eval.environment import machine
 from recipes.schema import Recipe
 
 
-def setting(config: Recipe, dev: Path, template: PromptTemplate) -> dict[str, Any]:
-    """What decides answers and timings beside the weights; `dev` is the content-keyed folder."""
+def setting(
+    config: Recipe, dev: Path, template: PromptTemplate, system: str | None = None
+) -> dict[str, Any]:
+    """What decides answers and timings beside the weights, of one system or of all.
+
+    `dev` is the content-keyed folder of the questions.
+    """
     store = config.store
+    own = config.systems.model_dump(mode="json")
+    if system is not None:
+        own = own.get(system, {})
+        if system == "online_nuggets":
+            own["extractor"] = online_identity(config)
+        if system == "kvlink":
+            # Untrained link tokens follow from both.
+            own |= {"documents": config.retrieval.k_c, "seed": config.seed}
     return {
+        "systems": own,
+        "context": config.context.model_dump(mode="json", exclude={"gradient"}),
         "dev_data": dev.name,
         "template": template.digest,
         "dtype": config.model.dtype,
@@ -27,6 +43,8 @@ def setting(config: Recipe, dev: Path, template: PromptTemplate) -> dict[str, An
         "order": config.retrieval.order,
         "overlap": config.retrieval.overlap,
         "max_new_tokens": config.eval.max_new_tokens,
+        "max_prompt_tokens": config.eval.max_prompt_tokens,
+        "ttft_repeats": config.eval.ttft_repeats,
         "machine": machine(),
     }
 

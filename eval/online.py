@@ -7,19 +7,20 @@ the request's cache; compute the query; decode greedily.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cache_ops.cached import RequestCache
-from cache_ops.plan import PROMPT
+from cache_ops.encode import encode_chunk
+from cache_ops.plan import PrefixPlan
+from cache_ops.recompute import forward_recomputing, recomputed_tokens
 from cache_ops.rope import Rope
 from cache_ops.supply import Supplied, Supply, Supplying
-from data_builders.prompt import PromptTemplate
 from eval.decoding import Generation, advance
-from eval.systems import SYSTEMS, Question, Request, Width
-from recipes.schema import Recipe
+from eval.systems import SYSTEMS, Question, Request, Serving, Width
 
 
 @dataclass
@@ -35,6 +36,8 @@ class OnlineRequest:
     stage_ms: dict[str, float]
     supplied: Supplied | None = None
     online_tokens: int = 0
+    recomputed_tokens: float = 0.0
+    """Cached tokens that the first pass computes anew, in the mean of the layers."""
     batch_requests: int = 0
     last_position: int = 0
     """One past the position that the longest answer can reach."""
@@ -54,12 +57,9 @@ class OnlineRequest:
 class OnlinePath:
     """A model with what all of its requests share."""
 
-    def __init__(
-        self, config: Recipe, model: PreTrainedModel, template: PromptTemplate, supply: Supply
-    ) -> None:
-        self.model, self.template, self.supply = model, template, supply
-        self._retrieval = config.retrieval
-        self._limit = config.eval.max_new_tokens
+    def __init__(self, serving: Serving, model: PreTrainedModel, supply: Supply) -> None:
+        self.model, self.serving, self.supply = model, serving, supply
+        self._limit = serving.config.eval.max_new_tokens
         self._rope = Rope.from_config(model.config)
         on_gpu = model.device.type == "cuda"
         self._side_stream = torch.cuda.Stream(model.device) if on_gpu else None
@@ -67,16 +67,20 @@ class OnlinePath:
     def begin(self, question: Question, system: str, width: Width) -> OnlineRequest:
         """Plans the prefix and has its slices read; returns while they are."""
         start = time.perf_counter()
-        served = SYSTEMS[system].request(question, width, self.template, self._retrieval)
-        stage_ms = {"plan": _ms_since(start), "read": 0.0, "copy": 0.0}
+        served = SYSTEMS[system].request(question, width, self.serving)
+        plan_ms = _ms_since(start) - served.extract_ms
+        stage_ms = {"extract": served.extract_ms, "plan": plan_ms, "read": 0.0, "copy": 0.0}
         fetch = None
-        if served.plan.slices:
+        if cached := [
+            p for p in served.layout.plan.slices if p.chunk not in served.online_segments
+        ]:
             start = time.perf_counter()
-            chunk_ids = {chunk.chunk_id: chunk.token_ids for chunk in question.chunks}
             nuggets = {chunk.chunk_id: chunk.nuggets for chunk in question.chunks}
-            chunk_ids[PROMPT] = self.template.prompt_ids
+            if served.parallel is not None:
+                # Its chunks begin with the prompt, so that spans are not theirs.
+                nuggets = {}
             # What the page cache and the memory tier hold is copied at once.
-            fetch = self.supply.start(served.plan, chunk_ids, nuggets)
+            fetch = self.supply.start(PrefixPlan(tuple(cached)), served.segments, nuggets)
             stage_ms["read"] = _ms_since(start)
         return OnlineRequest(question, served, fetch, stage_ms)
 
@@ -84,24 +88,64 @@ class OnlinePath:
     def fill(self, request: OnlineRequest) -> None:
         """Tokenizes the query, waits for the slices, and makes the request's cache of them."""
         start = time.perf_counter()
-        query_ids = self.template.query_ids(request.question.question)
-        online_ids = [*request.served.context_ids, *query_ids]
+        served, plan = request.served, request.served.layout.plan
+        query_ids = self.serving.template.query_ids(request.question.question)
+        online_ids = [*served.layout.online_ids, *query_ids]
         request.stage_ms["plan"] += _ms_since(start)
 
         kv_TL2HD = None
         if request.fetch is not None:
             kv_TL2HD = self._load(request, request.fetch)
+        if served.online_segments:
+            start = time.perf_counter()
+            kv_TL2HD = self._with_online_segments(served, kv_TL2HD)
+            request.stage_ms["compute"] = _ms_since(start)
         start = time.perf_counter()
-        room = len(online_ids) + self._limit
-        cache = RequestCache(request.served.plan, kv_TL2HD, self._rope, room=room)
+        # Without any between the slices, all follow the prefix.
+        positions = served.layout.positions_with(len(query_ids)) if served.layout.online_ids else ()
+        cache = RequestCache(
+            plan,
+            kv_TL2HD,
+            self._rope,
+            room=len(online_ids) + self._limit,
+            first_positions=positions,
+            parallel=served.parallel,
+        )
         if self._side_stream is not None and kv_TL2HD is not None:
             cache.lay_ahead(self.model.dtype, self._side_stream)
         request.stage_ms["copy"] += _ms_since(start)
+        first_pass = None
+        if served.recompute is not None:
+            prefix_ids = served.prefix_ids()
+            layers = self.model.config.num_hidden_layers
+            request.recomputed_tokens = recomputed_tokens(served.recompute, len(prefix_ids), layers)
+            first_pass = partial(
+                forward_recomputing, self.model, cache, served.recompute, prefix_ids, online_ids
+            )
         request.online_tokens = len(online_ids)
-        request.last_position = request.served.plan.length + room
+        request.last_position = served.layout.length + len(query_ids) + self._limit
         request.generation = Generation(
-            cache, online_ids, stop_ids=self.template.stop_ids, max_new_tokens=self._limit
+            cache,
+            online_ids,
+            stop_ids=self.serving.template.stop_ids,
+            max_new_tokens=self._limit,
+            first_pass=first_pass,
         )
+
+    def _with_online_segments(self, served: Request, cached_TL2HD: Tensor | None) -> Tensor:
+        """The prefix in the plan's order, with what no cache can hold encoded now."""
+        pieces = []
+        taken = 0
+        for piece in served.layout.plan.slices:
+            if piece.chunk in served.online_segments:
+                encoded = encode_chunk(self.model, served.segments[piece.chunk])
+                pieces.append(encoded[piece.start : piece.end])
+                continue
+            assert cached_TL2HD is not None, "the other slices were supplied"
+            tokens = piece.end - piece.start
+            pieces.append(cached_TL2HD[taken : taken + tokens].to(self.model.dtype))
+            taken += tokens
+        return torch.cat(pieces)
 
     def _load(self, request: OnlineRequest, fetch: Supplying) -> Tensor:
         """The slices on the model's device; to a GPU each goes as it arrives from disk."""
@@ -137,7 +181,7 @@ class OnlinePath:
     def _note_first_token(self, request: OnlineRequest, pass_ms: float) -> None:
         stage_ms, cache = request.stage_ms, request.generation.cache
         computed = request.supplied.seconds["compute"] * 1e3 if request.supplied else 0.0
-        stage_ms["compute"] = computed
+        stage_ms["compute"] = stage_ms.get("compute", 0.0) + computed
         stage_ms["read"] -= computed
         stage_ms["rotate"] = cache.rotate_seconds * 1e3
         stage_ms["copy"] += cache.copy_seconds * 1e3

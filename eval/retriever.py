@@ -99,7 +99,7 @@ class Retriever:
         chunks = self._tables.at(found.rows)
         scored = score_nuggets(query, chunks, found.scores, self._encoded, self._config)
         return Retrieved(
-            Question("", "", question, [], scored.chunks, scored.nugget_scores),
+            Question("", "", question, [], scored.chunks, scored.nugget_scores, []),
             scored.scores,
             embed_ms=embedded - started,
             search_ms=searched - embedded,

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 disable_created_metrics()
 
 STAGES = (
-    "wait", "embed", "search", "score", "plan", "read", "compute", "copy", "rotate", "prefill",
+    "wait", "embed", "search", "score", "extract", "plan", "read", "compute", "copy", "rotate",
+    "prefill",
 )  # fmt: skip
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -32,10 +33,10 @@ class RequestReport:
     """One request: what its prefix was made of, and where its time went.
 
     `stage_ms` has an entry for each of `STAGES`: waiting for the engine, embedding the question,
-    searching chunks, scoring nuggets, planning (the query's tokenization included),
-    looking slices up and reading them, computing those that are neither in memory nor on disk,
-    copying and rotating them into place (on CUDA: queueing that), and the forward pass up to the
-    first token. Together they are the time to first token (TTFT).
+    searching chunks, scoring nuggets, having nuggets extracted for the question, planning (the
+    query's tokenization included), looking slices up and reading them, computing those that are
+    neither in memory nor on disk, copying and rotating them into place (on CUDA: queueing that),
+    and the forward pass up to the first token. Together they are the time to first token (TTFT).
     """
 
     question: str
@@ -50,6 +51,8 @@ class RequestReport:
     """Tokens in the KV cache before the query."""
     online_tokens: int
     """Tokens computed before the first answer token: the query's, and what is not cached."""
+    recomputed_tokens: float
+    """Cached tokens computed anew beside them, in the mean of the layers."""
     new_tokens: int
     stopped: bool
     tokens_memory: int

@@ -36,19 +36,19 @@ def build(
     config = resolve(arguments).config
     from cache_ops.hf import load_tokenizer
     from data_builders.kv_build import fill_store, tables_to_store
-    from eval.checkpoints import context_checkpoint, load_served, weights_folder
+    from eval.checkpoints import load_weights, weights_of
 
-    if context_checkpoint(config, checkpoint) != checkpoint:
+    weights = weights_of(config, checkpoint, "coinrag")
+    if weights.context != weights.folder:
         raise UserError(
             "context.gradient=frozen answers from the base model's keys and values: "
             "build its store, with --checkpoint base"
         )
     tables = tables_to_store(config)
     tokenizer = load_tokenizer(config.model.path)
-    model = load_served(config, weights_folder(config, checkpoint), tokenizer)
-    return asdict(
-        fill_store(config, tables, model, tokenizer, checkpoint, remove_others=remove_others)
-    )
+    model = load_weights(config, weights.folder, tokenizer)
+    name = weights.context_store
+    return asdict(fill_store(config, tables, model, tokenizer, name, remove_others=remove_others))
 
 
 def verify(folder: str, *, model: str | None = None) -> Result:

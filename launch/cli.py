@@ -8,15 +8,25 @@ command failed. What is heavy is imported by the command that needs it: help com
 import argparse
 import json
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launch import cache
+from launch import cache, cost
 from launch.ask import ask
 from launch.cache import CHECKPOINTS, UnrepairedError
-from launch.commands import RECIPE_HELP, Result, TrainingFailedError, build, compare, train, world
+from launch.commands import (
+    RECIPE_HELP,
+    Result,
+    TrainingFailedError,
+    build,
+    compare,
+    inject,
+    train,
+    world,
+)
 from recipes.exit import INTERRUPTED, OK, USERS, Ending, run
 
 SYSTEMS = ("coinrag", "turborag", "standard_rag")
@@ -51,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     cache.add_commands(
         _adder(stores.add_subparsers(dest="cache_command", required=True, metavar="COMMAND"))
     )
+    cost.add_command(add)
     command = add("world", "Write a fictional world of questions and passages.")
     command.add_argument("folder", metavar="OUT", help="folder for train.jsonl and dev.jsonl")
     command.add_argument("--train", type=_positive, default=1200, help="questions (default 1200)")
@@ -65,6 +76,18 @@ def parser() -> argparse.ArgumentParser:
         help="so many conversations about the passages of dev.jsonl (default none)",
     )
     command.add_argument("--seed", type=int, default=0, help="another seed, another world")
+    command = add("inject", "Plant instructions in passages: a test set for prompt injection.")
+    command.add_argument(
+        "questions", nargs="+", metavar="QUESTIONS", help="files of questions with passages"
+    )
+    command.add_argument("folder", metavar="OUT", help="folder for the attacked questions")
+    command.add_argument(
+        "--format", default="ircot", help="of QUESTIONS, as in data.format (default ircot)"
+    )
+    command.add_argument(
+        "--share", type=float, default=1.0, help="of the questions that are attacked (default 1)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="another seed, other attacks")
     return top
 
 
@@ -216,6 +239,16 @@ def _call(arguments: argparse.Namespace) -> Result:
             )
         case "cache":
             return cache.call(arguments)
+        case "cost":
+            return cost.cost(arguments.arguments, arguments.measured, arguments.picture)
+        case "inject":
+            return inject(
+                arguments.questions,
+                arguments.folder,
+                data_format=arguments.format,
+                share=arguments.share,
+                seed=arguments.seed,
+            )
         case _:
             return world(
                 arguments.folder,
@@ -244,10 +277,17 @@ def _show(arguments: argparse.Namespace, result: Result) -> None:
                 print(render_statistics(result["reports"]))
         case "cache":
             print(cache.render(arguments.cache_command, result))
+        case "cost":
+            print(cost.render(result))
         case "train":
             print(result["run_folder"])
         case "world":
             print(result["folder"])
+        case "inject":
+            print(f"{result['attacked']} of {result['questions']} questions attacked; measure with")
+            print(f"  coinrag compare RECIPE {shlex.join(result['overrides'])}")
+            for reason, count in result["skipped"].items():
+                print(f"left as they are, {reason}: {count}")
 
 
 def _positive(text: str) -> int:

@@ -3,11 +3,12 @@
 What is heavy is imported by the command that needs it.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from recipes.exit import OK, Ending
 
@@ -34,6 +35,8 @@ def build(
 ) -> Result:
     """Build the train and dev tables of a recipe; by split the folders and what was made anew.
 
+    The dev tables of the arms of its comparison are built too, where they are others.
+
     With `stats` also each split's report, drawn as `statistics.png` in its folder. `read_batch`
     files are taken into the journal of model answers first. With `write_batch` nothing is built:
     the requests that building needs are written there, and the files are the result.
@@ -42,15 +45,23 @@ def build(
 
     config = resolve(arguments).config
     from data_builders import build as builder
+    from recipes.arms import arms_of
 
     if read_batch:
         builder.read_batches(config, [Path(file) for file in read_batch])
     if write_batch is not None:
         files = builder.write_batches(config, Path(write_batch), retry_failed=retry_failed)
         return {"batch_files": [str(file) for file in files]}
-    built = {
+    built: dict[str, builder.Built] = {
         split: builder.build(config, split, retry_failed=retry_failed) for split in builder.SPLITS
     }
+    known = {built["dev"].folder}
+    for arm in arms_of(config):
+        if (folder := builder.built_folder(arm.config, "dev")) not in known:
+            known.add(folder)
+            built[f"dev of {arm.name}"] = builder.build(
+                arm.config, "dev", retry_failed=retry_failed
+            )
     result: Result = {
         "folders": {split: str(one.folder) for split, one in built.items()},
         "made": {
@@ -120,3 +131,42 @@ def world(
     else:
         counts = write_corpus(Path(folder), passages=passages, **sizes)
     return counts | {"folder": folder}
+
+
+def inject(
+    questions: Sequence[str],
+    folder: str,
+    *,
+    data_format: str = "ircot",
+    share: float = 1.0,
+    seed: int = 0,
+) -> Result:
+    """Write a test set for prompt injection; how many questions were attacked, and left out why.
+
+    `overrides` are the settings with which a recipe measures it, once its data are built with them.
+
+    Raises:
+        UserError: see `write_injections`; or an unknown format.
+    """
+    from data_builders.injection import write_injections
+    from recipes.building import DataFormat
+    from recipes.errors import UserError
+
+    formats = get_args(DataFormat)
+    if data_format not in formats:
+        raise UserError(f"--format: expected one of {', '.join(formats)}, got {data_format!r}")
+    out = Path(folder)
+    counts = write_injections(
+        [Path(file) for file in questions],
+        out,
+        data_format=cast(DataFormat, data_format),
+        seed=seed,
+        share=share,
+    )
+    overrides = [
+        f"data.dev={json.dumps([str(out / 'questions.jsonl')])}",
+        "data.dev_format=jsonl",
+        f"eval.injections={out / 'injections.jsonl'}",
+        f"eval.output={out / 'compare'}",
+    ]
+    return counts | {"folder": folder, "overrides": overrides}

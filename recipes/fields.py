@@ -1,4 +1,4 @@
-"""The recipe's options by dotted path: which exist, which take text, which name is nearest."""
+"""A configuration's options by dotted path: which exist, which take text, which is nearest."""
 
 import difflib
 import types
@@ -43,9 +43,9 @@ def takes_text(field: FieldInfo) -> bool:
     return str in _alternatives(field.annotation)
 
 
-def takes_null(path: str) -> bool:
+def takes_null(path: str, model: type[BaseModel] = Recipe) -> bool:
     """Whether the option at the dotted `path` may be null."""
-    field = dict(options()).get(path)
+    field = dict(options(model)).get(path)
     return field is not None and type(None) in _alternatives(field.annotation)
 
 
@@ -64,32 +64,31 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def nearest_option(path: str) -> str | None:
+def nearest_option(path: str, model: type[BaseModel] = Recipe) -> str | None:
     """The option or section that a wrong dotted path most likely meant."""
     *parents, last = path.split(".")
-    parent = _model_at(parents)
+    parent = _model_at(parents, model)
     close = nearest(last, parent.model_fields) if parent is not None else None
     if close is not None:
         return ".".join([*parents, close])
     if any(part.isdigit() for part in parents):
         return None
     # A right name in a wrong or missing section says more than a similar spelling.
-    known = [name for name, _ in (*options(), *sections())]
+    known = [name for name, _ in (*options(model), *sections(model))]
     same = [name for name in known if name.rpartition(".")[2] == last]
     return same[0] if same else nearest(path, known)
 
 
-def required_options(path: str) -> list[str]:
+def required_options(path: str, model: type[BaseModel] = Recipe) -> list[str]:
     """The options without a default at or below the dotted `path`."""
     return [
         name
-        for name, field in options()
+        for name, field in options(model)
         if field.is_required() and (name == path or name.startswith(f"{path}."))
     ] or [path]
 
 
-def _model_at(parts: Iterable[str]) -> type[BaseModel] | None:
-    model: type[BaseModel] = Recipe
+def _model_at(parts: Iterable[str], model: type[BaseModel]) -> type[BaseModel] | None:
     for part in parts:
         if part.isdigit():
             continue

@@ -3,28 +3,33 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from recipes.errors import UserError
 from recipes.fields import nearest, nearest_option, required_options, takes_null
+from recipes.schema import Recipe
 
 DEFAULT = "default"
 NOT_SET = "(not set)"
 _SHOWN_CHARACTERS = 60
 
 
-def describe(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
+def describe(
+    error: ValidationError, origins: Mapping[str, str], model: type[BaseModel] = Recipe
+) -> list[str]:
     """One line for each mistake pydantic found: dotted path, origin, what was expected."""
-    return [line for found in error.errors(include_url=False) for line in _lines(found, origins)]
+    return [
+        line for found in error.errors(include_url=False) for line in _lines(found, origins, model)
+    ]
 
 
-def raise_all(mistakes: Sequence[str]) -> None:
-    """Raise one UserError that lists all `mistakes`; do nothing when there are none."""
+def raise_all(mistakes: Sequence[str], noun: str = "recipe") -> None:
+    """Raise one UserError that lists all `mistakes` in the `noun`; do nothing without any."""
     if not mistakes:
         return
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-    raise UserError(f"{count} in the recipe:\n" + "\n".join(f"  {line}" for line in mistakes))
+    raise UserError(f"{count} in the {noun}:\n" + "\n".join(f"  {line}" for line in mistakes))
 
 
 def origin_of(path: str, origins: Mapping[str, str]) -> str:
@@ -34,24 +39,26 @@ def origin_of(path: str, origins: Mapping[str, str]) -> str:
     return origins.get(path, DEFAULT)
 
 
-def _lines(details: ErrorDetails, origins: Mapping[str, str]) -> list[str]:
+def _lines(details: ErrorDetails, origins: Mapping[str, str], model: type[BaseModel]) -> list[str]:
     path = ".".join(str(part) for part in details["loc"])
     if details["type"] == "missing" and not any(isinstance(part, int) for part in details["loc"]):
         return [
             f"{name} {NOT_SET}: required; set it in a YAML file or as {name}=VALUE"
-            for name in required_options(path)
+            for name in required_options(path, model)
         ]
-    return [_line(path, details, origins)]
+    return [_line(path, details, origins, model)]
 
 
-def _line(path: str, details: ErrorDetails, origins: Mapping[str, str]) -> str:
+def _line(
+    path: str, details: ErrorDetails, origins: Mapping[str, str], model: type[BaseModel]
+) -> str:
     context: dict[str, Any] = details.get("ctx", {})
     origin = origin_of(path, origins)
     match details["type"]:
         case "missing":
             return f"{path} ({origin}): required"
         case "extra_forbidden":
-            return f"{path} ({origin}): unknown key{_suggest(nearest_option(path))}"
+            return f"{path} ({origin}): unknown key{_suggest(nearest_option(path, model))}"
         case "cross_check":
             path = context["at"] or path
             origin = origin_of(path, origins)
@@ -77,7 +84,7 @@ def _line(path: str, details: ErrorDetails, origins: Mapping[str, str]) -> str:
             expected = expected.replace("greater than or equal to", "at least")
             expected = expected.replace("less than or equal to", "at most")
             hint = ""
-    expected += " or null" if takes_null(path) else ""
+    expected += " or null" if takes_null(path, model) else ""
     return f"{path} ({origin}): expected {expected}, got {_shown(details['input'])}{hint}"
 
 

@@ -1,4 +1,4 @@
-"""From recipe names and `section.key=value` to one checked `Recipe`.
+"""From names of recipes and `section.key=value` to one checked `Recipe`, or another kind.
 
 Order: defaults < YAML files from left to right < command line. Every mistake is reported in one
 `UserError`, with its dotted path, where it was written and the nearest valid name.
@@ -9,9 +9,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from recipes import files, yaml_source
 from recipes.fields import leaves, nearest, nearest_option, options, sections, takes_text
@@ -22,6 +22,25 @@ COMMAND_LINE = "command line"
 SHIPPED = Path(__file__).parent
 
 _logger = logging.getLogger(__name__)
+
+Config = TypeVar("Config", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Config]):
+    """A kind of configuration: its name, its checked model, and where those of this package lie."""
+
+    noun: str
+    model: type[Config]
+    shipped: Path
+
+    def names(self) -> list[str]:
+        """The names of those in this package, such as `smollm2_135m/coinrag`, sorted."""
+        found = (path.relative_to(self.shipped) for path in self.shipped.rglob("*.yaml"))
+        return sorted(path.with_suffix("").as_posix() for path in found)
+
+
+RECIPE = Kind("recipe", Recipe, SHIPPED)
 
 
 @dataclass(frozen=True)
@@ -48,30 +67,7 @@ def resolve(arguments: Sequence[str]) -> Resolved:
     Raises:
         UserError: lists every mistake in names, files and values together.
     """
-    layers = _Layers()
-    for argument in arguments:
-        if not _is_override(argument):
-            layers.add_file(argument)
-    if layers.files == 0:
-        layers.unread = True
-        layers.mistakes.append(f"no recipe given; shipped: {', '.join(shipped_recipes())}")
-    for argument in arguments:
-        if _is_override(argument):
-            layers.add_override(argument)
-
-    try:
-        config = Recipe.model_validate(layers.values)
-    except ValidationError as error:
-        found = describe(error, layers.origins)
-        if layers.unread:
-            # What an unread file would have set is not missing.
-            found = [line for line in found if NOT_SET not in line]
-        raise_all(layers.mistakes + found)
-        raise AssertionError("a recipe that does not validate has a mistake to tell") from error
-    raise_all(layers.mistakes)
-
-    paths = [path for path, _ in leaves(config.model_dump())]
-    origins = {path: layers.origins.get(path, DEFAULT) for path in paths}
+    config, origins = resolve_kind(arguments, RECIPE)
     if config.train.tuning != "lora":
         for path, origin in origins.items():
             if path.startswith("train.lora.") and origin == COMMAND_LINE:
@@ -79,16 +75,67 @@ def resolve(arguments: Sequence[str]) -> Resolved:
     return Resolved(config, origins)
 
 
+def resolve_kind(arguments: Sequence[str], kind: Kind[Config]) -> tuple[Config, dict[str, str]]:
+    """What `arguments` say as a configuration of a `kind`, and each option's origin (`Resolved`).
+
+    Raises:
+        UserError: lists every mistake in names, files and values together.
+    """
+    layers = _Layers(kind)
+    for argument in arguments:
+        if not _is_override(argument):
+            layers.add_file(argument)
+    if layers.files == 0:
+        layers.unread = True
+        layers.mistakes.append(f"no {kind.noun} given; shipped: {', '.join(kind.names())}")
+    for argument in arguments:
+        if _is_override(argument):
+            layers.add_override(argument)
+
+    try:
+        config = kind.model.model_validate(layers.values)
+    except ValidationError as error:
+        found = describe(error, layers.origins, kind.model)
+        if layers.unread:
+            # What an unread file would have set is not missing.
+            found = [line for line in found if NOT_SET not in line]
+        raise_all(layers.mistakes + found, kind.noun)
+        raise AssertionError("what does not validate has a mistake to tell") from error
+    raise_all(layers.mistakes, kind.noun)
+
+    paths = [path for path, _ in leaves(config.model_dump())]
+    return config, {path: layers.origins.get(path, DEFAULT) for path in paths}
+
+
+def with_changes(config: Recipe, changes: Sequence[str]) -> Recipe:
+    """The recipe with some `section.key=value` changed; `config` stays.
+
+    Raises:
+        UserError: lists every mistake in the changes together.
+    """
+    layers = _Layers(RECIPE)
+    layers.values = config.model_dump(mode="json")
+    for change in changes:
+        layers.add_override(change)
+    try:
+        changed = Recipe.model_validate(layers.values)
+    except ValidationError as error:
+        raise_all(layers.mistakes + describe(error, layers.origins))
+        raise AssertionError("a recipe that does not validate has a mistake to tell") from error
+    raise_all(layers.mistakes)
+    return changed
+
+
 def shipped_recipes() -> list[str]:
-    """The names of the recipes in this package, such as `smollm2_135m/coinrag`, sorted."""
-    found = (path.relative_to(SHIPPED).with_suffix("") for path in SHIPPED.rglob("*.yaml"))
-    return sorted(name.as_posix() for name in found)
+    """The names of the recipes in this package, sorted."""
+    return RECIPE.names()
 
 
 class _Layers:
     """Values merged so far, where each was set, and the mistakes met on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind[Any]) -> None:
+        self.kind = kind
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.mistakes: list[str] = []
@@ -97,14 +144,15 @@ class _Layers:
 
     def add_file(self, argument: str) -> None:
         self.files += 1
-        path = _find(argument)
+        shipped = self.kind.names()
+        path = _find(argument, self.kind)
         if path is None:
-            shipped = shipped_recipes()
             close = nearest(argument, shipped)
             hint = f"did you mean {close}?" if close else f"shipped: {', '.join(shipped)}"
-            self._fail(f"{argument or '(empty argument)'}: no such file or shipped recipe; {hint}")
+            asked = argument or "(empty argument)"
+            self._fail(f"{asked}: no such file or shipped {self.kind.noun}; {hint}")
             return
-        shown = _shown(path)
+        shown = _shown(path, self.kind.shipped)
         try:
             values, lines = yaml_source.read_mapping(path.read_text(encoding="utf-8"))
         except yaml_source.YamlSourceError as error:
@@ -119,9 +167,9 @@ class _Layers:
 
     def add_override(self, argument: str) -> None:
         path, _, text = argument.partition("=")
-        known = dict(options())
-        if path not in known and path not in dict(sections()):
-            close = nearest_option(path)
+        known = dict(options(self.kind.model))
+        if path not in known and path not in dict(sections(self.kind.model)):
+            close = nearest_option(path, self.kind.model)
             hint = f"; did you mean {close}?" if close else ""
             shown = path or f"={text}"
             self.mistakes.append(f"{shown} ({COMMAND_LINE}): unknown key{hint}")
@@ -188,14 +236,14 @@ def _is_file(argument: str) -> bool:
         return False
 
 
-def _find(argument: str) -> Path | None:
+def _find(argument: str, kind: Kind[Any]) -> Path | None:
     if _is_file(argument):
         return Path(argument)
     name = argument.removesuffix(".yaml")
-    return SHIPPED / f"{name}.yaml" if name in shipped_recipes() else None
+    return kind.shipped / f"{name}.yaml" if name in kind.names() else None
 
 
-def _shown(path: Path) -> str:
-    if path.is_relative_to(SHIPPED):
-        return (Path(SHIPPED.name) / path.relative_to(SHIPPED)).as_posix()
+def _shown(path: Path, shipped: Path) -> str:
+    if path.is_relative_to(shipped):
+        return (Path(shipped.name) / path.relative_to(shipped)).as_posix()
     return path.as_posix()

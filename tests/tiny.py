@@ -47,15 +47,16 @@ def tiny_model(
     rope: str = "default",
     seed: int = 0,
     vocabulary: int = VOCABULARY,
+    layers: int = 2,
 ) -> PreTrainedModel:
-    """Two layers, four query heads over two key-value heads, fp32, sdpa attention."""
+    """Four query heads over two key-value heads, fp32, sdpa attention."""
     config_class, model_class, extra = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     config = config_class(
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,

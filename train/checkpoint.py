@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cache_ops.links import save_links, take_links
 from train.run_folder import remove_other_states, replace_folder
 
 _STATE = "state.safetensors"
@@ -68,18 +69,30 @@ def load_state(run_folder: Path, model: nn.Module, optimizer: Optimizer) -> tupl
 
 
 def save_model(
-    run_folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    run_folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    link_tokens: int = 0,
 ) -> None:
     """Writes `checkpoint`, with tokenizer, chat template and generation settings.
 
     LoRA also writes `adapter`; its checkpoint is the merged model, so that both kinds load alike.
+    Link tokens, `link_tokens` for each document, lie in a file beside the weights of both.
     """
+    links_ND = take_links(model)
+
+    def write_weights(folder: Path) -> None:
+        model.save_pretrained(folder)
+        if links_ND is not None:
+            save_links(folder, links_ND, link_tokens)
+
     if hasattr(model, "merge_and_unload"):
-        replace_folder(run_folder / "adapter", model.save_pretrained)
+        replace_folder(run_folder / "adapter", write_weights)
         model = cast(Any, model).merge_and_unload()
 
     def write(folder: Path) -> None:
-        model.save_pretrained(folder)
+        write_weights(folder)
         tokenizer.save_pretrained(folder)
 
     replace_folder(run_folder / "checkpoint", write)

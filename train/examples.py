@@ -1,12 +1,14 @@
-"""From rows of the built tables to packed micro-batches."""
+"""From rows of the built tables to packed micro-batches, in the layout of the trained system."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cache_ops.layout import Layout, computed, linked_chunks, whole_chunks
+from cache_ops.links import Links
 from cache_ops.packing import Example, PackedBatch, pack, pack_over_prefix
-from cache_ops.plan import PROMPT, PrefixPlan, Span, plan_prefix
+from cache_ops.plan import PROMPT, PrefixPlan, Span, isolated, plan_prefix
 from cache_ops.rope import Rope
 from cache_ops.store.stored import union_ranges
 from data_builders.prompt import PromptTemplate
@@ -21,40 +23,61 @@ class Lengths:
     """One sample as it will be trained on."""
 
     tokens: int
-    """Prefix, question and answer together."""
+    """Prefix, question and answer together, of the longest form."""
     answer_tokens: int
-    dropped_spans: int
-    """Selected nuggets left out because of `train.max_length_tokens`."""
+    """Of all forms together."""
+    dropped: int
+    """Selected nuggets, or retrieved chunks, left out because of `train.max_length_tokens`."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as it is packed: an example for each form that the system learns."""
+
+    examples: list[Example]
+    segments: Mapping[str, Sequence[int]]
+    """The tokens of every chunk of their plans."""
+    dropped: int
 
 
 class ExampleBuilder:
     """Builds what the model is trained on from the samples of one built split."""
 
     def __init__(
-        self, tables: Tables, template: PromptTemplate, rope: Rope, config: Recipe
+        self,
+        tables: Tables,
+        template: PromptTemplate,
+        rope: Rope,
+        config: Recipe,
+        links: Links | None = None,
     ) -> None:
         self._tables = tables
         self._template = template
         self._rope = rope
         self._config = config
+        self._links = links
         self._samples = tables.samples
 
     def lengths(self, index: int) -> Lengths:
-        """Token counts of one sample; the same errors as `example`."""
-        example, dropped = self.example(index)
-        own = len(example.query_ids) + len(example.answer_ids)
-        return Lengths(example.plan.tokens + own, len(example.answer_ids), dropped)
+        """Token counts of one sample; the same errors as `sample`."""
+        sample = self.sample(index)
+        tokens = [
+            one.plan.tokens + len(one.query_ids) + len(one.answer_ids) for one in sample.examples
+        ]
+        answer_tokens = sum(len(one.answer_ids) for one in sample.examples)
+        return Lengths(max(tokens), answer_tokens, sample.dropped)
 
     def question_ids(self, indices: Sequence[int]) -> list[str]:
         """The samples' question ids, for messages."""
         ids: list[str] = self._samples[list(indices)]["question_id"]
         return ids
 
-    def example(self, index: int) -> tuple[Example, int]:
-        """The example of one sample, and how many spans were dropped to make it fit.
+    def sample(self, index: int) -> Sample:
+        """The forms of one sample.
 
         The first answer is the one learned. A sample that is longer than
-        `train.max_length_tokens` loses its lowest-scored spans; question and answer are never cut.
+        `train.max_length_tokens` loses its lowest-scored nuggets, or its lowest-ranked chunks where
+        whole chunks are served; question and answer are never cut.
 
         Raises:
             UserError: prompt, question and answer alone are too long.
@@ -67,16 +90,17 @@ class ExampleBuilder:
             needed = len(self._template.prompt_ids) + len(query_ids) + len(answer_ids)
             raise UserError(
                 f"question {row['question_id']!r}: prompt, question and answer take {needed} "
-                f"tokens without any nugget, more than train.max_length_tokens "
+                f"tokens without any passage, more than train.max_length_tokens "
                 f"({self._config.train.max_length_tokens})"
             )
-        spans = sample_spans(row)
-        plan = self._plan(row, spans)
-        kept = len(spans)
-        while plan.tokens > room:
+        pieces = len(row["span_chunks" if self._config.train.system == "coinrag" else "chunk_ids"])
+        kept = pieces
+        layouts, segments = self._forms(row, kept)
+        while max(layout.tokens for layout in layouts) > room:
             kept -= 1
-            plan = self._plan(row, spans[:kept])
-        return Example(plan, query_ids, answer_ids), len(spans) - kept
+            layouts, segments = self._forms(row, kept)
+        examples = [Example.of(layout, query_ids, answer_ids) for layout in layouts]
+        return Sample(examples, segments, pieces - kept)
 
     def micro_batch(
         self, indices: Sequence[int], frozen: FrozenContext | None = None
@@ -85,28 +109,60 @@ class ExampleBuilder:
 
         With a frozen context the chunks themselves are not in the row.
         """
-        examples = [self.example(index)[0] for index in indices]
-        used = {piece.chunk for example in examples for piece in example.plan.slices} - {PROMPT}
-        chunks = [self._tables.chunk(chunk_id) for chunk_id in used]
-        chunk_ids: dict[str, Sequence[int]] = {PROMPT: self._template.prompt_ids}
-        chunk_ids |= {chunk.chunk_id: chunk.token_ids for chunk in chunks}
+        samples = [self.sample(index) for index in indices]
+        examples = [example for sample in samples for example in sample.examples]
+        segments = {name: ids for sample in samples for name, ids in sample.segments.items()}
         if frozen is not None:
-            nuggets = {chunk.chunk_id: chunk.nuggets for chunk in chunks}
-            prefix_kv_PL2HD = frozen.prefix(examples, chunk_ids, nuggets)
+            used = {chunk for index in indices for chunk in self._samples[index]["chunk_ids"]}
+            nuggets = {chunk: self._tables.chunk(chunk).nuggets for chunk in used}
+            prefix_kv_PL2HD = frozen.prefix(examples, segments, nuggets)
             return pack_over_prefix(examples, prefix_kv_PL2HD, self._rope)
         detach = self._config.context.gradient == "detach"
-        return pack(examples, chunk_ids, self._rope, detach_context=detach)
+        return pack(examples, segments, self._rope, detach_context=detach)
 
     def used_ranges(self) -> list[UsedRanges]:
         """Every chunk, the prompt among them, that some sample's prefix needs slices of."""
         used: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        segments: dict[str, Sequence[int]] = {}
         for index in range(len(self._samples)):
-            for piece in self.example(index)[0].plan.slices:
-                used[piece.chunk].append((piece.start, piece.end))
-        return [(self._token_ids(chunk), union_ranges(ranges)) for chunk, ranges in used.items()]
+            sample = self.sample(index)
+            for example in sample.examples:
+                for piece in example.plan.slices:
+                    used[piece.chunk].append((piece.start, piece.end))
+                    segments[piece.chunk] = sample.segments[piece.chunk]
+        return [(segments[chunk], union_ranges(ranges)) for chunk, ranges in used.items()]
 
-    def _token_ids(self, chunk: str) -> Sequence[int]:
-        return self._template.prompt_ids if chunk == PROMPT else self._tables.chunk(chunk).token_ids
+    def _forms(
+        self, row: Mapping[str, Any], kept: int
+    ) -> tuple[list[Layout], Mapping[str, Sequence[int]]]:
+        """The layouts that the system learns a row in, of its best `kept` nuggets or chunks."""
+        config, prompt_ids = self._config, self._template.prompt_ids
+        chunk_ids = row["chunk_ids"]
+        if config.train.system == "coinrag":
+            spans = sample_spans(row)[:kept]
+            chunk_ids = dict.fromkeys(span.chunk for span in spans)
+        else:
+            chunk_ids = chunk_ids[:kept]
+        chunks = {chunk: self._tables.chunk(chunk).token_ids for chunk in chunk_ids}
+        segments = {PROMPT: prompt_ids} | chunks
+        lengths = [(chunk, len(ids)) for chunk, ids in chunks.items()]
+        text = [*prompt_ids, *(token for ids in chunks.values() for token in ids)]
+        match config.train.system:
+            case "coinrag":
+                plan = self._plan(row, spans)
+                if config.context.encoding == "isolated":
+                    plan, segments = isolated(plan, segments, config.context.positions)
+                return [Layout(plan)], segments
+            case "standard_rag":
+                return [computed(text)], segments
+            case "turborag":
+                positions = config.systems.turborag.positions
+                return [whole_chunks(lengths, len(prompt_ids), positions)], segments
+            case "block_attention":
+                return [whole_chunks(lengths, len(prompt_ids)), computed(text)], segments
+            case "kvlink":
+                links = self._links.ids(len(chunks)) if self._links else [[]] * len(chunks)
+                return [linked_chunks(lengths, len(prompt_ids), links)], segments
 
     def _plan(self, row: Mapping[str, Any], spans: Sequence[Span]) -> PrefixPlan:
         return plan_prefix(
@@ -115,6 +171,7 @@ class ExampleBuilder:
             chunk_ranks=row["chunk_ids"],
             order=self._config.retrieval.order,
             overlap=self._config.retrieval.overlap,
+            positions=self._config.context.positions,
         )
 
 

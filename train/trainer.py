@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from cache_ops.hf import check_vocabulary, load_tokenizer, restore_rope_tables
+from cache_ops.links import add_links
 from cache_ops.rope import Rope
 from data_builders.build import load_built
 from data_builders.prompt import PromptTemplate
@@ -83,7 +84,12 @@ def train(resolved: Resolved) -> None:
     tables = load_built(config, "train")
     model = trainable_model(config)
     check_vocabulary(model, tokenizer)
-    builder = ExampleBuilder(tables, template, Rope.from_config(model.config), config)
+    links = None
+    if config.train.system == "kvlink" and config.systems.kvlink.link_tokens:
+        links = add_links(
+            model, config.retrieval.k_c, config.systems.kvlink.link_tokens, config.seed
+        )
+    builder = ExampleBuilder(tables, template, Rope.from_config(model.config), config, links)
     order = BatchOrder(
         samples=len(tables.samples),
         effective_batch=config.train.effective_batch_samples,
@@ -145,7 +151,8 @@ def train(resolved: Resolved) -> None:
         recorder.close()
         if frozen is not None:
             logger.info("prefix tokens of the main rank: %s", frozen.report())
-        save_model(run_folder, plain_model, tokenizer)
+        per_document = config.systems.kvlink.link_tokens
+        save_model(run_folder, plain_model, tokenizer, link_tokens=per_document)
         logger.info("trained %d steps; the model is in %s", total_steps, run_folder / "checkpoint")
     accelerator.end_training()
 
@@ -156,12 +163,12 @@ def measure_lengths(builder: ExampleBuilder, samples: int, report: bool) -> list
     lengths = [builder.lengths(i) for i in (track(indices, "lengths") if report else indices)]
     if report:
         tokens = [length.tokens for length in lengths]
-        shortened = sum(length.dropped_spans > 0 for length in lengths)
-        dropped = sum(length.dropped_spans for length in lengths)
+        shortened = sum(length.dropped > 0 for length in lengths)
+        dropped = sum(length.dropped for length in lengths)
         median, high = np.quantile(tokens, [0.5, 0.99], method="higher")
         logger.info(
             "%d samples of %d tokens at the median, %d at the 99th percentile, %d at most; "
-            "%d lost %d nuggets to train.max_length_tokens",
+            "%d lost %d nuggets or chunks to train.max_length_tokens",
             samples, median, high, max(tokens), shortened, dropped,
         )  # fmt: skip
     return lengths

@@ -36,6 +36,9 @@ _EXAMPLE_NUGGETS = [
     "After the mills closed, its shores became a nature reserve.",
 ]
 
+Messages = list[dict[str, str]]
+"""The turns of a chat, each with `role` and `content`."""
+
 # For servers with structured output.
 NUGGETS_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -53,7 +56,7 @@ _BULLET = re.compile(r"(?:[-*•–]|\(?\d+[.)])\s+")
 READING_VERSION = 1
 
 
-def messages(text: str) -> list[dict[str, str]]:
+def messages(text: str) -> Messages:
     """The chat turns that ask for the nuggets of a text, with one worked example."""
     return [
         {"role": "user", "content": _TASK + _EXAMPLE},

@@ -19,7 +19,7 @@ from transformers import (
 
 from cache_ops.hf import ModelNotFoundError, check_vocabulary, load_causal_model, load_tokenizer
 from data_builders.models import check_device, model_folder
-from data_builders.nuggets.instructions import messages, parse_candidates
+from data_builders.nuggets.instructions import Messages, messages, parse_candidates
 from recipes.building import LocalModelConfig
 from recipes.errors import UserError
 
@@ -30,7 +30,13 @@ GPU_BATCH_SIZE = 8
 
 
 def load_local_model(config: LocalModelConfig) -> Callable[[Sequence[str]], list[list[str]]]:
-    """A function from texts to each one's candidates, in the order in which the model gave them.
+    """A function from texts to each one's candidates; see `load_asked_model`."""
+    ask = load_asked_model(config)
+    return lambda texts: ask([messages(text) for text in texts])
+
+
+def load_asked_model(config: LocalModelConfig) -> Callable[[Sequence[Messages]], list[list[str]]]:
+    """A function from chats to each one's candidates, in the order in which the model gave them.
 
     An answer that cannot be read gives no candidates; how many there were is logged when the
     function, and the model with it, is freed.
@@ -57,17 +63,17 @@ def load_local_model(config: LocalModelConfig) -> Callable[[Sequence[str]], list
         eos_token_id=model.generation_config.eos_token_id or tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    seen = {"texts": 0, "unread": 0}
+    seen = {"chats": 0, "unread": 0}
 
-    def extract(texts: Sequence[str]) -> list[list[str]]:
-        if not texts:
+    def extract(chats: Sequence[Messages]) -> list[list[str]]:
+        if not chats:
             return []
-        prompts = [_prompt(tokenizer, text) for text in texts]
+        prompts = [_prompt(tokenizer, chat) for chat in chats]
         lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
         _check_lengths(model, lengths, config.max_new_tokens)
-        found: list[list[str]] = [[] for _ in texts]
+        found: list[list[str]] = [[] for _ in chats]
         # Texts of like length together need the least padding.
-        order = sorted(range(len(texts)), key=lengths.__getitem__)
+        order = sorted(range(len(chats)), key=lengths.__getitem__)
         for first in range(0, len(order), batch_size(config)):
             batch = order[first : first + batch_size(config)]
             answers = _answers(model, tokenizer, [prompts[index] for index in batch])
@@ -77,7 +83,7 @@ def load_local_model(config: LocalModelConfig) -> Callable[[Sequence[str]], list
                 except ValueError as error:
                     log.debug("no candidates: %s", error)
                     seen["unread"] += 1
-        seen["texts"] += len(texts)
+        seen["chats"] += len(chats)
         return found
 
     weakref.finalize(extract, _report_unread, seen)
@@ -89,10 +95,10 @@ def batch_size(config: LocalModelConfig) -> int:
     return config.batch_size or (1 if config.device == "cpu" else GPU_BATCH_SIZE)
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def _prompt(tokenizer: PreTrainedTokenizerBase, chat: Messages) -> str:
     try:
         prompt = tokenizer.apply_chat_template(
-            messages(text), tokenize=False, add_generation_prompt=True, enable_thinking=False
+            chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
     except (ValueError, TemplateError) as error:
         raise UserError(
@@ -137,5 +143,5 @@ def _report_unread(seen: dict[str, int]) -> None:
         log.warning(
             "%d of %d answers of the local model could not be read: their chunks have no nuggets",
             seen["unread"],
-            seen["texts"],
+            seen["chats"],
         )

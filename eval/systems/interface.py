@@ -1,12 +1,19 @@
 """What a system is: from a question and a width to what is cached and what is computed online."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from cache_ops.plan import PrefixPlan
+from transformers import PreTrainedTokenizerBase
+
+from cache_ops.layout import Layout
+from cache_ops.links import Links
+from cache_ops.parallel import ParallelAttention
+from cache_ops.plan import PROMPT
+from cache_ops.recompute import Recompute
+from data_builders.nuggets.online import OnlineExtractor
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Chunk
-from recipes.building import RetrievalConfig
+from recipes.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class Question:
     answers: list[str]
     chunks: list[Chunk]
     nugget_scores: list[list[float]]
+    gold_chunk_ids: list[str]
 
 
 @dataclass(frozen=True)
@@ -36,23 +44,66 @@ class Width:
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """One piece of text that the model sees: a nugget, or a whole chunk."""
+
+    chunk_id: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Request:
     """One question as a system serves it."""
 
-    plan: PrefixPlan
-    """The cached prefix; empty where everything is computed online."""
-    context_ids: list[int]
-    """Tokens computed online between the prefix and the query."""
-    active_tokens: int
-    """Tokens in the KV cache before the query."""
-    evidence: list[str]
-    """What the model sees, for the reader of the answers: nugget texts, or titles of chunks."""
+    layout: Layout
+    """The cached prefix, empty where everything is computed online, and what is computed."""
+    segments: Mapping[str, Sequence[int]]
+    """The tokens of every chunk of the plan, the prompt's under `PROMPT`."""
+    evidence: list[Evidence]
+    """What the model sees, best first."""
+    recompute: Recompute | None = None
+    """Which cached tokens are computed anew before the first token, if any."""
+    parallel: ParallelAttention | None = None
+    """How attention to the chunks is reweighted, if it is."""
+    online_segments: frozenset[str] = frozenset()
+    """Chunks of the plan that depend on the question, so that no cache can hold them."""
+    extract_ms: float = 0.0
+    """Of the time to first token, what a call of a nugget extractor took."""
+    cut_tokens: int = 0
+    """Tokens of the context that were left out because the prompt was too long."""
+
+    def prefix_ids(self) -> list[int]:
+        """The tokens of the cached prefix, in the order of the plan."""
+        pieces = self.layout.plan.slices
+        return [token for p in pieces for token in self.segments[p.chunk][p.start : p.end]]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What all questions of one recipe and checkpoint share, as far as a system may need it."""
+
+    config: Recipe
+    template: PromptTemplate
+    tokenizer: PreTrainedTokenizerBase
+    links: Links | None = None
+    """The link tokens of the weights at hand."""
+    extractor: OnlineExtractor | None = field(default=None, repr=False)
+    """Finds nuggets for a question; see `online_nuggets`."""
+    max_positions: int | None = None
+    """The positions that the weights were trained for; None: no prompt is too long for them."""
+
+    def segments(self, chunks: Sequence[Chunk]) -> dict[str, Sequence[int]]:
+        """Tokens of chunks and of the prompt, by their keys in a plan."""
+        segments: dict[str, Sequence[int]] = {c.chunk_id: c.token_ids for c in chunks}
+        return {PROMPT: self.template.prompt_ids, **segments}
 
 
 @dataclass(frozen=True)
 class System:
     """A way to serve a question. Systems of one comparison differ in nothing else."""
 
-    request: Callable[[Question, Width, PromptTemplate, RetrievalConfig], Request]
+    request: Callable[[Question, Width, Serving], Request]
     selects_nuggets: bool
     """Whether its prefix depends on `k`; whole-chunk systems are measured once a `k_c`."""
+    extracts: bool = False
+    """Whether it calls an extractor for every question, which nothing can be prepared for."""

@@ -1,27 +1,19 @@
-"""TurboRAG (Lu et al., 2024), reordered positions: whole cached chunks laid end to end.
+"""TurboRAG (Lu et al., 2024): whole cached chunks behind the prompt, each encoded alone."""
 
-Each chunk was encoded alone; chunk i starts where the one before ended, after the prompt.
-"""
-
-from cache_ops.plan import Span, plan_prefix
-from data_builders.prompt import PromptTemplate
-from eval.systems.interface import Question, Request, Width
-from recipes.building import RetrievalConfig
+from cache_ops.layout import whole_chunks
+from eval.systems.chunks import chunk_evidence, chunk_lengths
+from eval.systems.interface import Question, Request, Serving, Width
 
 
-def request(
-    question: Question, width: Width, template: PromptTemplate, retrieval: RetrievalConfig
-) -> Request:
+def request(question: Question, width: Width, serving: Serving) -> Request:
     """Every slice is a whole chunk, in retrieval order; only the query is computed online."""
     chunks = question.chunks[: width.k_c]
-    plan = plan_prefix(
-        [Span(chunk.chunk_id, 0, len(chunk.token_ids)) for chunk in chunks],
-        prompt_length=len(template.prompt_ids),
-        chunk_ranks=[chunk.chunk_id for chunk in chunks],
-    )
     return Request(
-        plan=plan,
-        context_ids=[],
-        active_tokens=plan.tokens,
-        evidence=[chunk.title for chunk in chunks],
+        layout=whole_chunks(
+            chunk_lengths(chunks),
+            len(serving.template.prompt_ids),
+            serving.config.systems.turborag.positions,
+        ),
+        segments=serving.segments(chunks),
+        evidence=chunk_evidence(chunks),
     )

@@ -21,15 +21,14 @@ from cache_ops.attention import enable_packed
 from cache_ops.cached import enable_cached
 from cache_ops.hf import load_tokenizer
 from cache_ops.packing import Example, pack
-from cache_ops.plan import PROMPT
 from cache_ops.rope import Rope
 from data_builders.kv import open_supply
 from data_builders.prompt import PromptTemplate
-from eval.checkpoints import load_served, weights_folder
+from eval.checkpoints import load_weights, weights_of
 from eval.compare import dev_questions
 from eval.environment import environment
 from eval.online import OnlinePath, OnlineRequest
-from eval.systems import Width
+from eval.systems import SYSTEMS, Serving, Width
 from recipes.progress import track
 from recipes.resolve import resolve
 
@@ -48,13 +47,17 @@ def main() -> int:
     parser.add_argument("arguments", nargs="+", metavar="RECIPE|KEY=VALUE")
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--checkpoint", choices=("base", "fine_tuned"), default="fine_tuned")
+    parser.add_argument("--system", choices=("coinrag", "turborag"), default="coinrag")
     arguments = parser.parse_args()
     config = resolve(arguments.arguments).config
     tokenizer = load_tokenizer(config.model.path)
     template = PromptTemplate(tokenizer, config.prompt)
-    model = load_served(config, weights_folder(config, arguments.checkpoint), tokenizer)
+    weights = weights_of(config, arguments.checkpoint, arguments.system)
+    model = load_weights(config, weights.folder, tokenizer)
     rope = Rope.from_config(model.config)
-    width = Width(config.retrieval.k_c, config.retrieval.k)
+    selects = SYSTEMS[arguments.system].selects_nuggets
+    width = Width(config.retrieval.k_c, config.retrieval.k if selects else None)
+    serving = Serving(config, template, tokenizer)
     counts = dict.fromkeys(
         ("questions", "tokens", "memory_differs", "packed_differs", "tokens_disk"), 0
     )
@@ -63,7 +66,7 @@ def main() -> int:
         disk, memory = (
             open_supply(
                 config.model_copy(update={"store": config.store.model_copy(update=changes)}),
-                model, tokenizer, arguments.checkpoint, writable=True,
+                model, tokenizer, weights.context_store, writable=True,
             )
             for changes in (
                 {"folder": config.store.folder or scratch, "memory_gib": 0.0},
@@ -74,11 +77,11 @@ def main() -> int:
         for question in track(questions, "questions"):
             answers = []
             for supply in (disk, memory):
-                path = OnlinePath(config, model, template, supply)
-                fetch = path.begin(question, "coinrag", width).fetch
+                path = OnlinePath(serving, model, supply)
+                fetch = path.begin(question, arguments.system, width).fetch
                 if fetch is not None:
                     fetch.wait().release()
-                request = path.begin(question, "coinrag", width)
+                request = path.begin(question, arguments.system, width)
                 answers.append(answer(path, request))
                 assert request.supplied is not None, "every prefix holds the prompt"
                 assert not request.supplied.tokens_computed, "the first fetch has stored everything"
@@ -87,12 +90,11 @@ def main() -> int:
             ended = list(from_disk)
             if request.generation.stopped:
                 ended.append(next(iter(template.stop_ids)))
-            example = Example(request.served.plan, template.query_ids(question.question), ended)
-            chunk_ids = {chunk.chunk_id: chunk.token_ids for chunk in question.chunks}
-            chunk_ids[PROMPT] = template.prompt_ids
+            served = request.served
+            example = Example.of(served.layout, template.query_ids(question.question), ended)
             enable_packed(model)
             with torch.no_grad():
-                batch = pack([example], chunk_ids, rope)
+                batch = pack([example], served.segments, rope)
                 logits_AV = model(**batch.model_inputs()).logits[0]
             enable_cached(model)
             best = logits_AV.topk(2, dim=-1)

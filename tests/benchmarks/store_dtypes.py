@@ -25,12 +25,12 @@ from cache_ops.memory_tier import MemoryTier
 from cache_ops.records import RecordLayout
 from cache_ops.supply import Supply
 from data_builders.prompt import PromptTemplate
-from eval.checkpoints import load_served, weights_folder
+from eval.checkpoints import load_weights, weights_of
 from eval.compare import dev_questions
 from eval.metrics import token_f1
 from eval.online import OnlinePath
 from eval.significance import paired_bootstrap
-from eval.systems import Width
+from eval.systems import Serving, Width
 from recipes.progress import track
 from recipes.resolve import resolve
 
@@ -46,12 +46,14 @@ def main() -> None:
     config = resolve(arguments.arguments).config
     tokenizer = load_tokenizer(config.model.path)
     template = PromptTemplate(tokenizer, config.prompt)
-    model = load_served(config, weights_folder(config, arguments.checkpoint), tokenizer)
+    weights = weights_of(config, arguments.checkpoint, "coinrag")
+    model = load_weights(config, weights.folder, tokenizer)
     width = Width(config.retrieval.k_c, config.retrieval.k)
     dtypes = arguments.dtypes.split(",")
     # A chunk is encoded once for all dtypes.
     encode = lru_cache(maxsize=256)(lambda token_ids: encode_chunk(model, token_ids))
     paths = {}
+    serving = Serving(config, template, tokenizer)
     for dtype in dtypes:
         supply = Supply(
             RecordLayout.from_model(model.config, dtype),
@@ -60,7 +62,7 @@ def main() -> None:
             encode=lambda token_ids: encode(tuple(token_ids)),
             keep="chunks",
         )
-        paths[dtype] = OnlinePath(config, model, template, supply)
+        paths[dtype] = OnlinePath(serving, model, supply)
     scores: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
     tokens: dict[str, list[list[int]]] = {dtype: [] for dtype in dtypes}
     logits: dict[str, list[torch.Tensor]] = {dtype: [] for dtype in dtypes}

@@ -25,18 +25,28 @@ from transformers import Qwen2Config
 
 from cache_ops.hf import load_tokenizer
 from cache_ops.records import RecordLayout
-from data_builders.kv import open_supply
-from data_builders.prompt import PromptTemplate
-from eval.checkpoints import context_checkpoint, load_served, weights_folder
+from eval.checkpoints import load_served, weights_of
 from eval.compare import dev_questions
 from eval.online import OnlinePath
 from eval.retriever import Retriever
+from eval.serving import open_serving
 from eval.systems import SYSTEMS, Width
 from recipes.progress import track
 from recipes.resolve import resolve
 from recipes.schema import Recipe
 
-ORDER = ("embed", "search", "score", "plan", "read", "compute", "copy", "rotate", "prefill")
+ORDER = (
+    "embed",
+    "search",
+    "score",
+    "extract",
+    "plan",
+    "read",
+    "compute",
+    "copy",
+    "rotate",
+    "prefill",
+)
 QWEN2_7B = Qwen2Config(
     hidden_size=3584,
     intermediate_size=18944,
@@ -51,15 +61,10 @@ def measure(config: Recipe, checkpoint: str, count: int) -> tuple[list[dict[str,
     """One row a question and system; and the model's config."""
     tokenizer = load_tokenizer(config.model.path)
     retriever = Retriever.open(config)
-    source = context_checkpoint(config, checkpoint)
-    model = load_served(config, weights_folder(config, checkpoint), tokenizer)
-    encoder = model
-    if source != checkpoint:
-        encoder = load_served(config, weights_folder(config, source), tokenizer)
     rows = []
-    with open_supply(config, encoder, tokenizer, source, writable=True) as supply:
-        template = PromptTemplate(tokenizer, config.prompt)
-        path = OnlinePath(config, model, template, supply)
+    with load_served(config, weights_of(config, checkpoint, "coinrag"), tokenizer) as served:
+        serving = open_serving(config, served, tokenizer, config.eval.systems)
+        path = OnlinePath(serving, served.model, served.supply)
         widths = {
             name: Width(
                 config.retrieval.k_c, config.retrieval.k if system.selects_nuggets else None
@@ -89,15 +94,15 @@ def measure(config: Recipe, checkpoint: str, count: int) -> tuple[list[dict[str,
                         "search": retrieved.search_ms,
                         "score": retrieved.score_ms,
                         **request.stage_ms,
-                        "cached_tokens": request.served.plan.tokens,
-                        "active_tokens": request.served.active_tokens,
+                        "cached_tokens": request.served.layout.plan.tokens,
+                        "active_tokens": request.served.layout.tokens,
                         "online_tokens": request.online_tokens,
                         "bytes_read": 0 if supplied is None else supplied.bytes_read,
                         "tokens_computed": 0 if supplied is None else supplied.tokens_computed,
                     }
                 )
     # The first question of each system warms it.
-    return rows[len(widths) :], model.config
+    return rows[len(widths) :], served.model.config
 
 
 def flops(config: Any, online: float, active: float) -> float:

@@ -75,6 +75,7 @@ def question(chunks: list[Chunk]) -> Question:
         answers=["Lower Tarn"],
         chunks=chunks,
         nugget_scores=scores,
+        gold_chunk_ids=[chunks[0].chunk_id, chunks[1].chunk_id],
     )
 
 

@@ -2,11 +2,11 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from built import BuiltTables, patch_built
 from tiny import tiny_model
 
 import data_builders.build
@@ -23,39 +23,9 @@ from recipes.schema import Recipe
 MakeRecipe = Callable[..., Recipe]
 
 
-@dataclass
-class BuiltTables:
-    """Built dev data in memory."""
-
-    samples: list[dict[str, Any]]
-    chunks: Sequence[Chunk]
-
-    def chunk(self, chunk_id: str) -> Chunk:
-        return next(chunk for chunk in self.chunks if chunk.chunk_id == chunk_id)
-
-
 @pytest.fixture(autouse=True)
 def tables(chunks: list[Chunk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltTables:
-    built = BuiltTables(
-        [
-            {
-                "question_id": f"q{number}",
-                "dataset": ("hotpotqa", "musique")[number % 2],
-                "question": f"Who wrote {number} plays?",
-                "answers": ["Ines Varga", "she"],
-                "chunk_ids": [chunk.chunk_id for chunk in chunks],
-                "nugget_scores": [
-                    [((number + n) * 37 % 11) / 11 for n in range(len(chunk.nuggets))]
-                    for chunk in chunks
-                ],
-            }
-            for number in range(5)
-        ],
-        chunks,
-    )
-    monkeypatch.setattr(eval.compare, "built_folder", lambda config, split: tmp_path / "built-1")
-    monkeypatch.setattr(eval.compare, "load_built", lambda config, split: built)
-    return built
+    return patch_built(chunks, tmp_path, monkeypatch)
 
 
 def output(config: Recipe) -> Path:
@@ -84,7 +54,8 @@ def test_every_system_and_checkpoint_answers_every_question(recipe: MakeRecipe) 
         for checkpoint in ("base", "fine_tuned")
     ]
     assert {row["questions"] for row in result["results"]} == {5}
-    assert [(d["system"], d["k"]) for d in result["differences"]] == [
+    tuned = [d for d in result["differences"] if d["kind"] == "fine_tuning"]
+    assert [(d["system"], d["k"]) for d in tuned] == [
         ("standard_rag", None), ("turborag", None), ("coinrag", 2), ("coinrag", 4),
     ]  # fmt: skip
     assert set(result["differences"][0]["by_dataset"]) == {"hotpotqa", "musique"}
@@ -104,11 +75,11 @@ def test_a_killed_comparison_goes_on_where_it_stopped(
     config = recipe(warmup_questions=0)
     answer, served = Runner.answer, []
 
-    def killed(self: Runner, question: Any, systems: Any) -> list[Answer]:
+    def killed(self: Runner, asked: Any) -> list[Answer]:
         if len(served) == 7:
             raise KeyboardInterrupt
-        served.append(question.question_id)
-        return answer(self, question, systems)
+        served.append(asked)
+        return answer(self, asked)
 
     monkeypatch.setattr(Runner, "answer", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -138,7 +109,7 @@ def test_another_setting_starts_anew_and_says_so(
     compare(recipe())
     with caplog.at_level(logging.WARNING):
         compare(recipe(max_new_tokens=3))
-    assert "30 answers (base, fine_tuned) moved to" in caplog.text
+    assert "30 answers (base coinrag, base standard_rag, " in caplog.text
     answers = read_answers(output(recipe()) / "answers.jsonl")
     assert max(answer.new_tokens for answer in answers) <= 3
     assert set(asked(answers).values()) == {1}
@@ -154,7 +125,7 @@ def test_new_weights_are_asked_again_and_the_base_is_not(
     tiny_model("qwen2", seed=9).save_pretrained(Path(config.train.run_folder) / "checkpoint")
     with caplog.at_level(logging.WARNING):
         compare(config)
-    assert "15 answers (fine_tuned) moved to" in caplog.text
+    assert "15 answers (fine_tuned coinrag, fine_tuned standard_rag, " in caplog.text
     after = read_answers(output(config) / "answers.jsonl")
     assert [a for a in after if a.checkpoint == "base"] == [
         a for a in before if a.checkpoint == "base"
@@ -169,16 +140,16 @@ def test_an_added_system_is_asked_alone(
     seen = []
     answer = Runner.answer
 
-    def watched(self: Runner, question: Any, systems: Any) -> list[Answer]:
-        seen.extend((self.checkpoint, name) for name, _ in systems)
-        return answer(self, question, systems)
+    def watched(self: Runner, asked: Any) -> list[Answer]:
+        seen.extend((cell.checkpoint, cell.system) for cell, _ in asked)
+        return answer(self, asked)
 
     monkeypatch.setattr(Runner, "answer", watched)
     config = recipe(systems=["coinrag", "turborag"], checkpoints=["base"], warmup_questions=0)
     result = compare(config)
     assert set(seen) == {("base", "turborag")}
     assert [row["system"] for row in result["results"]] == ["turborag", "coinrag"]
-    assert result["differences"] == []
+    assert {row["kind"] for row in result["differences"]} == {"system"}
 
 
 def test_systems_take_turns_and_share_the_encoded_chunks(
@@ -210,7 +181,8 @@ def test_a_missing_checkpoint_names_the_command(recipe: MakeRecipe, tmp_path: Pa
     with pytest.raises(UserError, match="coinrag train"):
         compare(config)
     assert not output(config).exists()
-    assert compare(recipe(checkpoints=["base"]))["differences"] == []
+    kinds = {row["kind"] for row in compare(recipe(checkpoints=["base"]))["differences"]}
+    assert kinds == {"system"}
 
 
 def test_missing_dev_data_names_the_command(
@@ -267,7 +239,7 @@ def test_slices_from_a_store_give_the_answers_of_memory_and_are_loaded_inside_th
         # fp32 keys and values of 2 layers, 2 heads and 16 dimensions.
         cached = answer.active_tokens if answer.system != "standard_rag" else 0
         assert answer.bytes_read == cached * 2 * 2 * 2 * 16 * 4
-        assert 0 < answer.load_ms < answer.ttft_ms
+        assert 0 < answer.load_ms < answer.ttft_ms[0]
     assert all(answer.bytes_read == 0 for answer in in_memory)
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["base", "fine_tuned"]
 

@@ -15,7 +15,7 @@ from cache_ops.records import RecordLayout
 from cache_ops.supply import Supply
 from data_builders.prompt import PromptTemplate
 from eval.online import OnlinePath, OnlineRequest
-from eval.systems import Question, Width
+from eval.systems import Question, Serving, Width
 from recipes.schema import PromptConfig, Recipe
 
 WIDTH = Width(k_c=3, k=4)
@@ -50,9 +50,8 @@ def path(tokenizer: PreTrainedTokenizerBase, recipe: Callable[..., Recipe]) -> P
         template.stop_ids = stop_ids
         if not prompt:
             template.prompt_ids = []
-        return OnlinePath(
-            recipe(max_new_tokens=max_new_tokens), model, template, memory_supply(model)
-        )
+        serving = Serving(recipe(max_new_tokens=max_new_tokens), template, tokenizer)
+        return OnlinePath(serving, model, memory_supply(model))
 
     return build
 
@@ -82,9 +81,9 @@ def test_standard_rag_decodes_as_a_plain_loop_does(
     online = path(architecture)
     request = serve(online, question, "standard_rag")
     expected_ids = [
-        *online.template.prompt_ids,
+        *online.serving.template.prompt_ids,
         *(token for chunk in question.chunks for token in chunk.token_ids),
-        *online.template.query_ids(question.question),
+        *online.serving.template.query_ids(question.question),
     ]
     found = request.generation.token_ids
     assert request.online_tokens == len(expected_ids)
@@ -102,7 +101,7 @@ def test_one_cached_chunk_without_a_prompt_answers_as_full_prefill(
     cached, computed = (
         serve(online, question, name, width) for name in ("turborag", "standard_rag")
     )
-    assert cached.served.active_tokens == computed.served.active_tokens
+    assert cached.served.layout.tokens == computed.served.layout.tokens
     assert cached.supplied is not None
     assert computed.supplied is None
     assert cached.generation.token_ids == computed.generation.token_ids
@@ -144,9 +143,11 @@ def test_sources_of_the_prefix_are_counted_and_stages_timed(question: Question, 
     first, second = (serve(online, question, "coinrag") for _ in range(2))
     assert first.supplied is not None
     assert second.supplied is not None
-    active = first.served.active_tokens
+    active = first.served.layout.tokens
     assert (first.supplied.tokens_computed, first.supplied.tokens_memory) == (active, 0)
     assert (second.supplied.tokens_computed, second.supplied.tokens_memory) == (0, active)
-    assert set(second.stage_ms) == {"plan", "read", "compute", "copy", "rotate", "prefill"}
-    assert all(ms > 0 for stage, ms in second.stage_ms.items() if stage != "compute")
+    stages = {"extract", "plan", "read", "compute", "copy", "rotate", "prefill"}
+    assert set(second.stage_ms) == stages
+    assert second.stage_ms["extract"] == 0
+    assert all(second.stage_ms[stage] > 0 for stage in stages - {"compute", "extract"})
     assert first.stage_ms["compute"] > 10 * second.stage_ms["compute"]

@@ -1,137 +1,118 @@
 import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from answering import answers_of
 
 from eval.answers import Answer
-from eval.report import plot, render_table
+from eval.report import render_table
 from eval.summary import summarize
 
-ANSWER = Answer(
-    key="k",
-    checkpoint="base",
-    system="coinrag",
-    k_c=5,
-    k=10,
-    question_id="q0",
-    dataset="hotpotqa",
-    question="Who?",
-    evidence=["a nugget"],
-    answer="Ines\nVarga",
-    gold=["Ines Varga", "Varga"],
-    f1=0.0,
-    em=0.0,
-    ttft_ms=10.0,
-    load_ms=2.0,
-    bytes_read=4096,
-    active_tokens=100,
-    new_tokens=3,
-    stopped=True,
-    beyond_context=False,
-    offline_tokens=50,
-    offline_ms=2000.0,
-)
+BASE = [0.0, 0.5, 0.0, 0.5]
+TUNED = [0.5, 1.0, 0.5, 1.0]
 
 
-def answers_of(checkpoint: str, f1: list[float], **fields: Any) -> list[Answer]:
-    return [
-        replace(
-            ANSWER,
-            checkpoint=checkpoint,
-            question_id=f"q{number}",
-            dataset="hotpotqa" if number < 2 else "musique",
-            f1=score,
-            em=float(score == 1),
-            ttft_ms=10.0 * (number + 1),
-            **fields,
-        )
-        for number, score in enumerate(f1)
-    ]
+def rendered(answers: list[Answer]) -> dict[str, list[str]]:
+    """The parts of the text by their first words, as lines."""
+    result = {"recipe": "tiny", **summarize(answers, resamples=50, seed=0)}
+    parts = [part.split("\n") for part in render_table(result).split("\n\n")]
+    return {re.split(r"[:,]", lines[0])[0]: lines for lines in parts}
+
+
+def row(lines: list[str], *start: str) -> list[str]:
+    """The cells of the one line that starts with these."""
+    split = [re.split(r"\s{2,}", line) for line in lines]
+    (found,) = [cells for cells in split if cells[: len(start)] == list(start)]
+    return found
 
 
 @pytest.fixture
 def answers() -> list[Answer]:
-    base = [0.0, 0.5, 0.0, 0.5]
-    tuned = [0.5, 1.0, 0.5, 1.0]
     return [
-        *answers_of("base", base),
-        *answers_of("fine_tuned", tuned, stopped=False),
-        *answers_of("base", base, system="standard_rag", k=None, active_tokens=700),
+        *answers_of(BASE),
+        *answers_of(TUNED, checkpoint="fine_tuned", stopped=False),
+        *answers_of(BASE, system="standard_rag", k=None, active_tokens=700),
     ]
 
 
-def summary(answers: list[Answer]) -> dict[str, Any]:
-    return {"recipe": "tiny", **summarize(answers, resamples=300, seed=0)}
-
-
-def test_numbers_follow_from_the_answers(answers: list[Answer]) -> None:
-    result = summary(answers)
-    assert result["questions_by_dataset"] == {"hotpotqa": 2, "musique": 2}
-    full, base, tuned = result["results"]
-    assert [row["system"] for row in result["results"]] == ["standard_rag", "coinrag", "coinrag"]
-    assert (full["active_tokens"], base["active_tokens"]) == (700, 100)
-    assert (base["f1"], tuned["f1"]) == (25.0, 75.0)
-    assert (base["em"], tuned["em"]) == (0.0, 50.0)
-    assert (base["stop_rate"], tuned["stop_rate"]) == (1.0, 0.0)
-    assert base["ttft_p50_ms"] == 25.0
-    assert base["ttft_p99_ms"] == pytest.approx(39.7)
-    assert tuned["f1_by_dataset"] == {"hotpotqa": 75.0, "musique": 75.0}
-    assert base["f1_low"] < base["f1"] < base["f1_high"]
-    (difference,) = result["differences"]
-    assert difference["pooled"] == {"questions": 4, "mean": 50.0, "low": 50.0, "high": 50.0}
-    assert difference["by_dataset"]["musique"]["questions"] == 2
-    # Systems share a question's chunks, so the offline cost is counted once a question.
-    assert result["offline"]["base"] == {"chunk_tokens": 200, "seconds": 8.0}
-
-
-def test_pairs_are_formed_by_question_and_not_by_place(answers: list[Answer]) -> None:
-    turned = [*answers[:4], *reversed(answers[4:8])]
-    difference = summary(turned)["differences"][0]["pooled"]
-    assert (difference["low"], difference["high"]) == (50.0, 50.0)
-
-
-def test_a_cache_slower_than_computing_is_said(answers: list[Answer]) -> None:
-    assert summary(answers)["notes"] == []
-    slow = [replace(a, ttft_ms=99.0) if a.system == "coinrag" else a for a in answers]
-    notes = summary(slow)["notes"]
-    assert len(notes) == 1
-    assert "coinrag (base, k_c=5, k=10) is slower" in notes[0]
-
-
-def test_answers_past_the_trained_positions_are_counted(answers: list[Answer]) -> None:
-    far = [replace(a, beyond_context=a.question_id == "q1") for a in answers]
-    assert [note.split(" reach")[0] for note in summary(far)["notes"]] == [
-        "2 answers of coinrag",
-        "1 answers of standard_rag",
-    ]
+def aligned(lines: list[str]) -> bool:
+    """Whether every line ends where the head does, so that the last columns are to the right."""
+    return len({len(line) for line in lines}) == 1
 
 
 def test_the_table_is_aligned_and_complete(answers: list[Answer]) -> None:
-    text = render_table(summary(answers))
-    table = text.split("\n\n")[0].split("\n")
-    assert table[0] == "tiny: 4 questions, F1 and EM x 100"
+    table = rendered(answers)["tiny"]
+    assert table[0] == "tiny: 4 questions, F1 and EM x 100, TTFT in ms"
     assert len(table) == 1 + 1 + 3
-    assert len({len(line) for line in table[1:]}) == 1
-    tuned = re.split(r"\s{2,}", table[4])
-    assert tuned[:4] == ["CoinRAG", "5/10", "fine-tuned", "75.0"]
-    assert tuned[-4:] == ["39.7", "2.0", "100", "0%"]
-    assert "+50.0 [+50.0, +50.0]" in text
-    assert "gold: Ines Varga | Varga" in text
-    assert "Ines Varga\n" in text, "an answer stays on its line"
+    assert aligned(table[1:])
+    tuned = row(table, "CoinRAG", "5/10", "fine-tuned")
+    assert tuned[3] == "75.0"
+    assert tuned[-5:] == ["25.0", "37.0", "39.7", "100", "0%"]
+    assert tuned[5:8] == ["75.0", "75.0", "50.0"]
+    assert "arm" not in table[1]
+    assert "questions" not in table[1]
 
 
-def test_the_picture_is_readable_and_replaces_the_old_one(
-    answers: list[Answer], tmp_path: Path
-) -> None:
-    path = tmp_path / "compare.png"
-    path.write_bytes(b"old")
-    plot(summary(answers), path)
-    with Image.open(path) as image:
-        assert image.size[0] >= 1200
-        # Both systems' colours are on the canvas.
-        colours = {colour for _, colour in image.convert("RGB").getcolors(2**24) or []}
-    assert {(0x00, 0x72, 0xB2), (0x55, 0x55, 0x55)} <= colours
-    assert [child.name for child in tmp_path.iterdir()] == ["compare.png"]
+def test_retrieval_and_errors_have_a_table_of_their_own(answers: list[Answer]) -> None:
+    asked = [
+        *answers,
+        *answers_of(BASE, system="online_nuggets", extract_ms=70.0, gold_recall=None),
+    ]
+    table = rendered(asked)["retrieval"]
+    assert aligned(table[1:])
+    assert row(table, "Standard RAG", "5/all", "base")[3:] == [
+        "50%", "100%", "50%", "4", "0", "0", "0", "2.0", "0.0",
+    ]  # fmt: skip
+    assert row(table, "online nuggets", "5/10", "base")[3:6] == ["-", "100%", "-"]
+    assert row(table, "online nuggets", "5/10", "base")[-1] == "70.0"
+    assert "extract p50" not in rendered(answers)["retrieval"][1]
+
+
+def test_points_and_percent_are_told_apart(answers: list[Answer]) -> None:
+    parts = rendered(answers)
+    tuned = row(parts["fine-tuned minus base"], "CoinRAG", "5/10", "fine-tuned")
+    assert tuned[3:6] == ["4", "+50.0 [+50.0, +50.0]", "+200.0%"]
+    system = row(
+        parts["each system minus CoinRAG at the same k_c"], "Standard RAG", "5/all", "base"
+    )
+    assert system[3:7] == ["5/10", "4", "+0.0 [+0.0, +0.0]", "+0.0%"]
+    budget = parts["best width of each system by P99 TTFT"]
+    assert row(budget, "any time", "CoinRAG", "5/10", "base")[-2:] == ["-", "-"]
+    assert row(budget, "any time", "Standard RAG", "5/all", "base")[-1] == "+0.0%"
+
+
+def test_examples_show_the_recipe_at_its_largest_width(answers: list[Answer]) -> None:
+    more = [*answers, *answers_of(TUNED, k=20, answer="wider"), *answers_of(TUNED, arm="isolated")]
+    example = rendered(more)["[hotpotqa] Who?"]
+    assert example[1] == "  gold: Ines Varga | Varga"
+    assert [line.split()[0] for line in example[2:]] == ["Standard", "CoinRAG", "CoinRAG"]
+    assert example[3].endswith("wider")
+    # An answer stays on its line.
+    assert example[4].endswith("Ines Varga")
+
+
+def test_forty_cells_stay_readable() -> None:
+    answers: list[Answer] = []
+    for arm in ("", "isolated", "no_rotation", "isolated+no_rotation", "score_order"):
+        for checkpoint in ("base", "fine_tuned"):
+            for k in (5, 10, 20, 40):
+                answers += answers_of(BASE, arm=arm, checkpoint=checkpoint, k=k)
+    answers += answers_of([0.5], system="kvlink", k=None, ttft_ms=[12345.6], active_tokens=32000)
+    parts = rendered(answers)
+    tables = [lines for lines in parts.values() if "weights" in "".join(lines[1:2])]
+    assert len(tables) == 7
+    for lines in tables:
+        assert aligned(lines[1:])
+        assert max(map(len, lines)) <= 160
+    assert len(parts["tiny"]) == 2 + 41
+    # Not every cell was asked as many questions.
+    assert row(parts["tiny"], "recipe", "KVLink", "5/all", "base")[4] == "1"
+    assert row(parts["each arm minus the recipe"], "score_order", "CoinRAG", "5/40", "base")
+
+
+def test_what_was_not_asked_is_a_dash() -> None:
+    answers: list[Any] = [*answers_of(BASE), *answers_of(BASE[:1], system="epic", k=None)]
+    parts = rendered(answers)
+    assert row(parts["tiny"], "EPIC", "5/all", "base")[6:8] == ["0.0", "-"]
+    system = row(parts["each system minus CoinRAG at the same k_c"], "EPIC", "5/all", "base")
+    assert system[-3:] == ["-", "+0.0 [+0.0, +0.0]", "-"]

@@ -93,6 +93,7 @@ def built_questions(tables: Tables) -> list[Question]:
             row["answers"],
             [tables.chunk(name) for name in row["chunk_ids"]],
             row["nugget_scores"],
+            [],
         )
         for row in tables.samples
     ]

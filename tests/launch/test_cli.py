@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,17 @@ SURFACE = {
     "cache stat": ["--help", "--json", "-h", "STORE"],
     "cache verify": ["--help", "--json", "--model", "-h", "STORE"],
     "compare": ["--help", "--json", "-h", "RECIPE|KEY=VALUE"],
+    "cost": ["--help", "--json", "--measured", "--picture", "-h", "SCENARIO|KEY=VALUE"],
+    "inject": [
+        "--format",
+        "--help",
+        "--json",
+        "--seed",
+        "--share",
+        "-h",
+        "OUT",
+        "QUESTIONS",
+    ],
     "train": ["--help", "--json", "--processes", "-h", "RECIPE|KEY=VALUE"],
     "world": [
         "--conversations",
@@ -232,3 +244,25 @@ def test_conversations_are_written_beside_the_world(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["conversations"] == 4
     told = (tmp_path / "out" / "conversations.jsonl").read_text("utf-8")
     assert len(told.splitlines()) == 4
+
+
+def test_a_test_set_for_prompt_injection_comes_with_the_settings_that_measure_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from data_builders.world import write_world
+    from recipes.resolve import resolve
+
+    write_world(tmp_path, train_questions=3, dev_questions=2, seed=0)
+    out = tmp_path / "two words"
+    words = ["inject", str(tmp_path / "dev.jsonl"), str(out)]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("2 of 2 questions attacked; measure with\n  coinrag compare RECIPE ")
+    _, _, _, *overrides = shlex.split(shown.splitlines()[1])
+    config = resolve(["quickstart", *overrides]).config
+    assert config.data.dev == [str(out / "questions.jsonl")]
+    assert (config.data.dev_format, config.eval.output) == ("jsonl", str(out / "compare"))
+    assert config.eval.injections is not None
+    assert len(Path(config.eval.injections).read_text("utf-8").splitlines()) == 2
+    assert cli.main([*words, "--format", "hotpot", "--json"]) == 2
+    assert "--format: expected one of ircot, jsonl" in capsys.readouterr().out

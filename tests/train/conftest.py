@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 from small import data_row, encode_words, tiny_tokenizer, write_rows
 from tiny import tiny_model
 
@@ -15,6 +16,7 @@ from data_builders import workers
 from data_builders.build import build
 from launch.training import SCRIPT, run_training
 from recipes.resolve import resolve
+from train.trainer import train
 
 RECIPE = """
 name: tiny
@@ -50,6 +52,14 @@ class Workplace:
         """Trains as `coinrag train` does and returns the metrics."""
         ending = run_training(self.arguments(name, *overrides), processes)
         assert ending.status == 0, ending.message
+        return self.metrics(name)
+
+    def train_here(self, name: str, *overrides: str) -> list[dict[str, Any]]:
+        """Trains in this process, which saves a start, and returns the metrics."""
+        try:
+            train(resolve(self.arguments(name, *overrides)))
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
         return self.metrics(name)
 
     def metrics(self, name: str) -> list[dict[str, Any]]:

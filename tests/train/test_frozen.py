@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -21,22 +20,12 @@ from data_builders.kv import open_store, supply_over
 from recipes.errors import UserError
 from recipes.resolve import resolve
 from train.context import FrozenContext
-from train.trainer import train
 
 LORA = ["train.tuning=lora", "train.lora.rank=4", "train.learning_rate=1e-2", "train.epochs=2"]
 FROZEN = [*LORA, "context.gradient=frozen"]
 STEPS = 3
 """Of an epoch."""
 SOURCES = ("memory", "disk", "computed")
-
-
-def train_here(workplace, name, *overrides):
-    """Trains in this process, which saves a start; returns the metrics."""
-    try:
-        train(resolve(workplace.arguments(name, *overrides)))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    return workplace.metrics(name)
 
 
 def losses(metrics):
@@ -59,13 +48,13 @@ def assert_same_adapter(workplace, one, other, tolerance):
 
 @pytest.fixture(scope="module")
 def frozen(workplace):
-    return train_here(workplace, "frozen", *FROZEN)
+    return workplace.train_here("frozen", *FROZEN)
 
 
 @pytest.fixture(scope="module")
 def with_store(workplace):
     """The same run, which fills a store."""
-    return train_here(workplace, "with_store", *FROZEN, store_option(workplace))
+    return workplace.train_here("with_store", *FROZEN, store_option(workplace))
 
 
 def store_option(workplace):
@@ -76,7 +65,7 @@ def store_option(workplace):
 def test_the_first_step_is_that_of_detach_and_full(workplace, frozen, gradient) -> None:
     # A new adapter changes nothing yet, so the chunks are encoded by the same weights.
     name = f"lora-{gradient}"
-    metrics = train_here(workplace, name, *LORA, f"context.gradient={gradient}")
+    metrics = workplace.train_here(name, *LORA, f"context.gradient={gradient}")
     first, other = frozen[0], metrics[0]
     assert other["loss"] == pytest.approx(first["loss"], rel=1e-5)
     same_norm = other["gradient_norm"] == pytest.approx(first["gradient_norm"], rel=1e-4)
@@ -107,7 +96,7 @@ def test_a_store_gives_the_same_run_and_the_next_one_computes_nothing(
     workplace, frozen, with_store
 ) -> None:
     assert losses(with_store) == losses(frozen)
-    again = train_here(workplace, "again", *FROZEN, store_option(workplace), "store.memory_gib=0.0")
+    again = workplace.train_here("again", *FROZEN, store_option(workplace), "store.memory_gib=0.0")
     assert losses(again) == losses(frozen)
     assert supplied(again, "computed", "memory") == 0
     assert supplied(again, "disk") == supplied(frozen, *SOURCES)
@@ -137,7 +126,7 @@ def test_what_a_run_has_stored_is_the_untrained_models(workplace, with_store) ->
 )  # fmt: skip
 def test_micro_batches_and_checkpointing_change_nothing(workplace, frozen, option) -> None:
     name = f"frozen-{option}"
-    metrics = train_here(workplace, name, *FROZEN, option)
+    metrics = workplace.train_here(name, *FROZEN, option)
     assert losses(metrics) == pytest.approx(losses(frozen), abs=1e-5)
     assert supplied(metrics, *SOURCES) == supplied(frozen, *SOURCES)
     assert_same_adapter(workplace, name, "frozen", 1e-4)
@@ -149,19 +138,19 @@ def test_two_ranks_equal_one_process_and_one_of_them_fills_the_store(workplace, 
     metrics = workplace.train("frozen_ranks", *FROZEN, store, processes=2)
     assert losses(metrics) == pytest.approx(losses(frozen), abs=1e-5)
     assert_same_adapter(workplace, "frozen_ranks", "frozen", 1e-4)
-    again = train_here(workplace, "after_ranks", *FROZEN, store)
+    again = workplace.train_here("after_ranks", *FROZEN, store)
     assert 0 < supplied(again, "computed") < supplied(frozen, "computed")
 
 
 def test_a_resumed_run_reads_the_base_models_slices(workplace, frozen, with_store) -> None:
     options = [*FROZEN, store_option(workplace), "train.save_every_steps=4"]
-    train_here(workplace, "resumed", *options)
+    workplace.train_here("resumed", *options)
     for product in ("checkpoint", "adapter"):
         shutil.rmtree(workplace.folder / "resumed" / product)
     resume = [*options, "train.resume=true"]
     with pytest.raises(UserError, match=r"store.dtype: None -> 'bfloat16'"):
-        train_here(workplace, "resumed", *resume, "store.dtype=bfloat16")
-    metrics = train_here(workplace, "resumed", *resume, "store.memory_gib=0.0")
+        workplace.train_here("resumed", *resume, "store.dtype=bfloat16")
+    metrics = workplace.train_here("resumed", *resume, "store.memory_gib=0.0")
     assert supplied(metrics, "computed") == 0
     assert losses(metrics) == losses(frozen)
     assert_same_adapter(workplace, "resumed", "frozen", 0)
@@ -170,11 +159,11 @@ def test_a_resumed_run_reads_the_base_models_slices(workplace, frozen, with_stor
 def test_full_fine_tuning_needs_every_slice_in_the_store(workplace, with_store) -> None:
     full = ["context.gradient=frozen", "train.max_steps=2"]
     with pytest.raises(UserError, match=r"(\d+) of \1 chunks .* are not in a store"):
-        train_here(workplace, "new", *full)
+        workplace.train_here("new", *full)
     folder = workplace.folder / "kv_for_full"
     shutil.copytree(workplace.folder / "kv", folder)
     store = f"store.folder={folder}"
-    metrics = train_here(workplace, "full_frozen", *full, store)
+    metrics = workplace.train_here("full_frozen", *full, store)
     assert supplied(metrics, "computed") == 0 < supplied(metrics, "disk")
 
     config = resolve(workplace.arguments("new", *full, store)).config
@@ -186,11 +175,11 @@ def test_full_fine_tuning_needs_every_slice_in_the_store(workplace, with_store) 
     opened.remove([chunk_key(used.token_ids)])
     opened.close()
     with pytest.raises(UserError, match=r"; 1 of \d+ chunks .* `coinrag cache build`"):
-        train_here(workplace, "new", *full, store)
+        workplace.train_here("new", *full, store)
     for shard in (folder / "base" / "shards").iterdir():
         shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"(\d+) of \1 chunks .* `coinrag cache build`"):
-        train_here(workplace, "new", *full, store)
+        workplace.train_here("new", *full, store)
     assert not (workplace.folder / "new").exists()
 
 
@@ -201,7 +190,7 @@ def test_flipped_records_are_not_trained_on(workplace, frozen, with_store) -> No
         data = bytearray(shard.read_bytes())
         data[HEADER_BYTES + 3 :: 64] = bytes(len(data[HEADER_BYTES + 3 :: 64]))
         shard.write_bytes(data)
-    metrics = train_here(workplace, "flipped", *FROZEN, f"store.folder={folder}")
+    metrics = workplace.train_here("flipped", *FROZEN, f"store.folder={folder}")
     assert supplied(metrics, "computed") > 0
     assert losses(metrics) == losses(frozen)
 
@@ -214,7 +203,7 @@ def test_a_store_of_other_weights_is_refused(workplace, with_store) -> None:
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
     model.save_pretrained(other)
     with pytest.raises(ForeignStoreError, match="weights: the store has"):
-        train_here(workplace, "new", *FROZEN, store_option(workplace), f"model.path={other}")
+        workplace.train_here("new", *FROZEN, store_option(workplace), f"model.path={other}")
     assert not (workplace.folder / "new").exists()
 
 

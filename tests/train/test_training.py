@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cache_ops.hf import ModelNotFoundError
 from launch.training import SCRIPT
+from recipes.errors import UserError
 
 
 def losses(metrics):
@@ -44,7 +46,7 @@ def test_loss_falls_and_every_step_is_recorded(workplace, plain) -> None:
 @pytest.mark.parametrize("micro", [1, 8])
 def test_micro_batch_size_changes_nothing(workplace, plain, micro) -> None:
     name = f"micro{micro}"
-    metrics = workplace.train(name, "train.epochs=3", f"train.micro_batch_samples={micro}")
+    metrics = workplace.train_here(name, "train.epochs=3", f"train.micro_batch_samples={micro}")
     assert losses(metrics) == pytest.approx(losses(plain), abs=1e-5)
     norms = [line["gradient_norm"] for line in metrics]
     assert norms == pytest.approx([line["gradient_norm"] for line in plain], rel=1e-4)
@@ -69,7 +71,7 @@ def test_accelerate_launch_runs_the_script(workplace, plain) -> None:
 
 
 def test_gradient_checkpointing_changes_nothing(workplace, plain) -> None:
-    metrics = workplace.train(
+    metrics = workplace.train_here(
         "checkpointing", "train.epochs=3", "train.gradient_checkpointing=true"
     )
     assert losses(metrics) == losses(plain)
@@ -77,7 +79,7 @@ def test_gradient_checkpointing_changes_nothing(workplace, plain) -> None:
 
 
 def test_detach_trains_otherwise_than_full(workplace, plain) -> None:
-    metrics = workplace.train("detach", "train.epochs=3", "context.gradient=detach")
+    metrics = workplace.train_here("detach", "train.epochs=3", "context.gradient=detach")
     assert losses(metrics)[0] == pytest.approx(losses(plain)[0], rel=1e-6)
     assert losses(metrics)[2:] != losses(plain)[2:]
 
@@ -144,7 +146,7 @@ def test_lora_leaves_an_adapter_and_a_merged_checkpoint(workplace) -> None:
     from peft import PeftModel
 
     options = ["train.tuning=lora", "train.lora.rank=4", "train.learning_rate=1e-2"]
-    metrics = workplace.train("lora", *options, "train.epochs=3")
+    metrics = workplace.train_here("lora", *options, "train.epochs=3")
     assert losses(metrics)[-1] < losses(metrics)[0]
     run = workplace.folder / "lora"
     merged = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
@@ -160,25 +162,31 @@ def test_lora_leaves_an_adapter_and_a_merged_checkpoint(workplace) -> None:
 
 def test_mistakes_are_told_before_anything_is_written(workplace, plain) -> None:
     assert "is in use" in workplace.refused("plain")
-    assert "changed settings:\n  train.learning_rate: 0.001 -> 0.01" in workplace.refused(
+
+    def refused(name, *overrides):
+        with pytest.raises((UserError, ModelNotFoundError)) as caught:
+            workplace.train_here(name, *overrides)
+        return str(caught.value)
+
+    assert "changed settings:\n  train.learning_rate: 0.001 -> 0.01" in refused(
         "plain", "train.epochs=3", "train.resume=true", "train.learning_rate=1e-2"
     )
-    assert "no tokenizer at" in workplace.refused("new", "model.path=nowhere")
-    assert "run `coinrag build`" in workplace.refused("new", "retrieval.k=3")
-    assert "take" in workplace.refused("new", "train.max_length_tokens=5")
-    assert "did you mean train.learning_rate" in workplace.refused("new", "train.learning_rat=1")
-    assert "model.dtype=float32" in workplace.refused("new", "model.dtype=bfloat16")
+    assert "no tokenizer at" in refused("new", "model.path=nowhere")
+    assert "run `coinrag build`" in refused("new", "retrieval.k=3")
+    assert "take" in refused("new", "train.max_length_tokens=5")
+    assert "did you mean train.learning_rate" in refused("new", "train.learning_rat=1")
+    assert "model.dtype=float32" in refused("new", "model.dtype=bfloat16")
     lora = ["train.tuning=lora", "train.lora.target_modules=[q_prj]"]
-    assert "q_prj not in the model" in workplace.refused("new", *lora)
-    assert "recipe.yaml is not a folder that can be written to" in workplace.refused(
-        "recipe.yaml/run"
-    )
+    assert "q_prj not in the model" in refused("new", *lora)
+    uncached = ["train.system=standard_rag", "context.gradient=frozen", "train.tuning=lora"]
+    assert "standard_rag caches nothing" in refused("new", *uncached)
+    assert "recipe.yaml is not a folder that can be written to" in refused("recipe.yaml/run")
     assert not (workplace.folder / "new").exists()
 
 
 def test_long_samples_lose_nuggets_and_never_the_answer(workplace) -> None:
     limit = "train.max_length_tokens=110"
-    metrics = workplace.train("short", limit, "train.max_steps=1")
+    metrics = workplace.train_here("short", limit, "train.max_steps=1")
     full = workplace.metrics("plain")
     assert metrics[0]["answer_tokens"] == full[0]["answer_tokens"]
     assert metrics[0]["packed_tokens"] < full[0]["packed_tokens"]

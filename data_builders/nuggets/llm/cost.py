@@ -86,13 +86,15 @@ def estimate(texts: Iterable[str], journal: Journal, retry_failed: bool = False)
 class Budget:
     """Keeps requests, tokens and cost under the recipe's limits, with what is in flight.
 
-    What all runs under the journal's settings have spent counts: a killed run does not get a fresh
-    budget. A request in flight counts with the most it can take, and then with what it took.
+    A request in flight counts with the most it can take, and then with what it took.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        self._config = journal.config
-        self._online, self._batch = journal.spent("online"), journal.spent("batch")
+    def __init__(
+        self, config: LlmConfig, online: Usage | None = None, batch: Usage | None = None
+    ) -> None:
+        """Starts with what was spent before, by requests at once and in batches."""
+        self._config = config
+        self._online, self._batch = online or Usage(), batch or Usage()
         self._reserved = Usage()
 
     @property

@@ -85,7 +85,8 @@ class _Run:
     def __init__(self, client: "Client", journal: Journal, retry_failed: bool) -> None:
         self._client, self._journal, self._retry_failed = client, journal, retry_failed
         self._config = journal.config
-        self._budget = Budget(journal)
+        # What all runs under these settings have spent: a killed one does not get a fresh budget.
+        self._budget = Budget(journal.config, journal.spent("online"), journal.spent("batch"))
         self.report = ExtractionReport(cost=cost(self._config, Usage(), Usage()))
         self._problem: BaseException | None = None
         self._stopping = asyncio.Event()

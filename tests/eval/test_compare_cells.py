@@ -1,0 +1,223 @@
+"""Every system, ablations, arms and runs in one comparison, over built data in memory."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from built import BuiltTables, patch_built
+from tiny import tiny_model
+
+from cache_ops.links import add_links, save_links, take_links
+from data_builders.tables import Chunk
+from eval.answers import Answer, read_answers
+from eval.cells import cells_of
+from eval.compare import compare
+from eval.systems import SYSTEMS
+from recipes.ablations import ABLATIONS
+from recipes.arms import arms_of
+from recipes.errors import UserError
+from recipes.resolve import with_changes
+from recipes.schema import Recipe, SystemName
+
+MakeRecipe = Callable[..., Recipe]
+ALL = list(get_args(SystemName))
+
+
+@pytest.fixture(autouse=True)
+def tables(chunks: list[Chunk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltTables:
+    return patch_built(chunks, tmp_path, monkeypatch)
+
+
+def answers_of(config: Recipe) -> list[Answer]:
+    return read_answers(Path(config.train.run_folder) / "compare" / "answers.jsonl")
+
+
+def run_of(tmp_path: Path, name: str, seed: int, links: int = 0) -> Path:
+    """A run folder whose checkpoint has weights of its own."""
+    folder = tmp_path / name / "checkpoint"
+    model = tiny_model("qwen2", seed=seed)
+    if links:
+        add_links(model, 3, links, seed=seed)
+        taken = take_links(model)
+        assert taken is not None
+        model.save_pretrained(folder)
+        save_links(folder, taken, links)
+    else:
+        model.save_pretrained(folder)
+    return folder.parent
+
+
+def test_the_schema_names_exactly_the_systems() -> None:
+    assert set(ALL) == set(SYSTEMS)
+
+
+def test_every_system_answers(recipe: MakeRecipe) -> None:
+    # Online nuggets without a language model.
+    changes = ["systems.online_nuggets.extractor=rules", f"eval.systems=[{','.join(ALL)}]"]
+    config = with_changes(recipe(checkpoints=["base"], ttft_repeats=3), changes)
+    result = compare(config)
+    assert {row["system"] for row in result["results"]} == set(ALL)
+    for answer in answers_of(config):
+        assert len(answer.ttft_ms) == 3
+        assert answer.active_tokens > 0
+        assert (answer.k is None) == (not SYSTEMS[answer.system].selects_nuggets)
+        assert all((piece["text"] is None) == (answer.k is None) for piece in answer.evidence)
+        assert len(answer.chunk_ids) == 3
+    by_system = {row["system"]: row for row in result["results"]}
+    assert by_system["turborag"]["active_tokens"] == by_system["cacheblend"]["active_tokens"]
+    links = 5 * 3
+    assert by_system["kvlink"]["active_tokens"] == by_system["turborag"]["active_tokens"] + links
+    assert by_system["coinrag"]["active_tokens"] < by_system["turborag"]["active_tokens"]
+    page = (Path(config.train.run_folder) / "compare" / "compare.html").read_text("utf-8")
+    assert "</html>" in page
+
+
+def test_untrained_systems_over_the_same_text_agree(recipe: MakeRecipe) -> None:
+    # Everything recomputed is a full prefill; block attention is TurboRAG until it is trained.
+    config = with_changes(
+        recipe(
+            systems=["standard_rag", "turborag", "block_attention", "cacheblend"],
+            checkpoints=["base"],
+        ),
+        ["systems.cacheblend.ratio=1.0"],
+    )
+    compare(config)
+    given: dict[str, list[str]] = {}
+    for answer in sorted(answers_of(config), key=lambda a: a.question_id):
+        given.setdefault(answer.system, []).append(answer.answer)
+    assert given["cacheblend"] == given["standard_rag"]
+    assert given["block_attention"] == given["turborag"]
+    assert given["turborag"] != given["standard_rag"]
+
+
+def test_ablations_and_their_pairs_are_cells_of_coinrag(recipe: MakeRecipe) -> None:
+    ablations = [*ABLATIONS, "isolated+no_rotation"]
+    config = recipe(systems=["coinrag"], checkpoints=["base"], ablations=ablations)
+    result = compare(config)
+    assert [row["arm"] for row in result["results"]] == ["", *ablations]
+    kinds = {(row["kind"], row["arm"]) for row in result["differences"]}
+    assert {("ablation", name) for name in ablations} <= kinds
+    assert ("interaction", "isolated+no_rotation") in kinds
+    answers: dict[str, list[str]] = {}
+    for answer in answers_of(config):
+        answers.setdefault(answer.arm, []).append(answer.answer)
+    for name in ("isolated", "no_rotation", "isolated+no_rotation"):
+        assert answers[name] != answers[""], f"{name} changes nothing"
+    assert result["setting"]["arms"]["isolated+no_rotation"] == {
+        "context.encoding": "isolated", "context.positions": "original",
+    }  # fmt: skip
+
+
+def test_arms_of_ones_own(recipe: MakeRecipe) -> None:
+    arm = {
+        "name": "one link",
+        "systems": ["kvlink"],
+        "set": ["systems.kvlink.link_tokens=1"],
+    }
+    config = recipe(systems=["kvlink"], checkpoints=["base"], arms=[arm])
+    rows = {row["arm"]: row["active_tokens"] for row in compare(config)["results"]}
+    assert rows[""] == rows["one link"] + 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("arms", "message"),
+    [
+        ([{"name": "x", "set": ["model.dtype=bfloat16"]}], "arm 'x': model.dtype=bfloat16 cannot"),
+        ([{"name": "x", "set": ["eval.systems=[turborag]"]}], "arm 'x': eval.systems"),
+        ([{"name": "x", "set": ["retrieval.k_cc=1"]}], "did you mean retrieval.k_c"),
+        ([{"name": "x", "set": ["retrieval.k=0"]}], "retrieval.k"),
+    ],
+)
+def test_mistakes_in_arms_are_told(recipe: MakeRecipe, arms: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("[", r"\[")):
+        arms_of(recipe(arms=arms))
+
+
+@pytest.mark.parametrize("names", [["isolate"], ["isolated+rotation"], ["isolated", "isolated"]])
+def test_unknown_or_repeated_ablations_are_refused(recipe: MakeRecipe, names: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"did you mean|expected each entry once"):
+        recipe(ablations=names)
+
+
+def test_each_system_takes_the_weights_of_its_run(
+    recipe: MakeRecipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = {"turborag": str(run_of(tmp_path, "turbo", 7))}
+    config = recipe(checkpoints=["fine_tuned"], runs=runs)
+    with caplog.at_level(logging.INFO):
+        result = compare(config)
+    folders = {name: Path(path) for name, path in result["setting"]["weights"].items()}
+    assert folders["fine_tuned turborag"] == tmp_path / "turbo" / "checkpoint"
+    assert folders["fine_tuned coinrag"] == tmp_path / "run" / "checkpoint"
+    before = {(a.system, a.question_id): (a.key, a.answer) for a in answers_of(config)}
+    assert "10 answers to 5 questions" in caplog.text
+    # New weights of one run ask again what they have answered, and nothing else.
+    run_of(tmp_path, "turbo", 8)
+    compare(config)
+    after = {(a.system, a.question_id): (a.key, a.answer) for a in answers_of(config)}
+    changed = {system for (system, _), given in after.items() if given not in before.values()}
+    assert changed == {"turborag"}
+
+
+def test_trained_link_tokens_are_served_and_others_refused(
+    recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    runs = {"kvlink": str(run_of(tmp_path, "linked", 7, links=2))}
+    config = recipe(systems=["kvlink"], runs=runs)
+    two = with_changes(config, ["systems.kvlink.link_tokens=2"])
+    compare(two)
+    tuned = [a for a in answers_of(two) if a.checkpoint == "fine_tuned"]
+    with pytest.raises(UserError, match=r"trained with 2 link tokens a document, .* asks for 5"):
+        compare(config)
+    # Other link tokens on the same weights are other answers.
+    model = tiny_model("qwen2", seed=7)
+    add_links(model, 3, 2, seed=1)
+    taken = take_links(model)
+    assert taken is not None
+    save_links(tmp_path / "linked" / "checkpoint", 40 * taken, 2)
+    compare(two)
+    again = [a for a in answers_of(two) if a.checkpoint == "fine_tuned"]
+    assert {a.key for a in again}.isdisjoint(a.key for a in tuned)
+    assert [a.answer for a in again] != [a.answer for a in tuned]
+
+
+def test_fewer_questions_of_each_set_and_then_all(recipe: MakeRecipe) -> None:
+    few = recipe(systems=["coinrag"], checkpoints=["base"], questions_per_dataset=1)
+    assert compare(few)["questions_by_dataset"] == {"hotpotqa": 1, "musique": 1}
+    before = answers_of(few)
+    result = compare(recipe(systems=["coinrag"], checkpoints=["base"]))
+    assert result["questions_by_dataset"] == {"hotpotqa": 3, "musique": 2}
+    assert answers_of(few)[: len(before)] == before
+    assert compare(few)["questions_by_dataset"] == {"hotpotqa": 1, "musique": 1}
+    assert (
+        json.loads((Path(few.train.run_folder) / "compare" / "compare.json").read_text("utf-8"))[
+            "results"
+        ][0]["questions"]
+        == 2
+    )
+
+
+def test_a_store_for_each_run(recipe: MakeRecipe, tmp_path: Path) -> None:
+    runs = {"turborag": str(run_of(tmp_path, "turbo", 7))}
+    config = recipe(systems=["turborag", "coinrag"], runs=runs)
+    stored = with_changes(config, [f"store.folder={tmp_path / 'kv'}"])
+    compare(config)
+    in_memory = {(a.variant, a.question_id): a.answer for a in answers_of(config)}
+    compare(stored)
+    assert {(a.variant, a.question_id): a.answer for a in answers_of(config)} == in_memory
+    names = sorted(path.name for path in (tmp_path / "kv").iterdir())
+    assert len(names) == 3
+    assert names[:2] == ["base", "fine_tuned"]
+
+
+def test_cells_of_whole_chunks_are_measured_once_a_k_c(recipe: MakeRecipe) -> None:
+    widths = [{"k_c": 3, "k": 2}, {"k_c": 3, "k": 3}, {"k_c": 1, "k": 2}]
+    config = recipe(systems=["epic", "coinrag"], checkpoints=["base"], widths=widths)
+    cells = [(c.system, c.width.k_c, c.width.k) for c in cells_of(config)]
+    assert cells == [
+        ("epic", 3, None), ("coinrag", 3, 2), ("coinrag", 3, 3), ("epic", 1, None),
+        ("coinrag", 1, 2),
+    ]  # fmt: skip

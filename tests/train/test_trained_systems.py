@@ -1,0 +1,167 @@
+"""Every trained system: what a sample becomes, and what its training leaves behind."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cache_ops.hf import load_model, load_tokenizer
+from cache_ops.links import (
+    LINKS_FILE,
+    Links,
+    LinksNotFoundError,
+    add_links,
+    links_of,
+    load_links,
+)
+from cache_ops.plan import PROMPT
+from cache_ops.rope import Rope
+from data_builders.build import load_built
+from data_builders.prompt import PromptTemplate
+from recipes.resolve import resolve
+from train.examples import ExampleBuilder
+
+SYSTEMS = ("coinrag", "standard_rag", "turborag", "block_attention", "kvlink")
+KVLINK = ["train.system=kvlink", "systems.kvlink.link_tokens=2"]
+LINK_ROWS = 3 * 2
+
+
+@pytest.fixture(scope="module")
+def builder(workplace):
+    """A function from overrides to what a run with them is trained on."""
+    model = load_model(str(workplace.folder / "model"), "float32")
+    tokenizer = load_tokenizer(str(workplace.folder / "model"))
+
+    def build(*overrides):
+        config = resolve(workplace.arguments("none", *overrides)).config
+        links = Links(len(tokenizer), 3, 2) if config.train.system == "kvlink" else None
+        template = PromptTemplate(tokenizer, config.prompt)
+        tables = load_built(config, "train")
+        return ExampleBuilder(tables, template, Rope.from_config(model.config), config, links)
+
+    return build
+
+
+def whole_texts(workplace, builder, index=0):
+    row = load_built(resolve(workplace.arguments("none")).config, "train")
+    chunk_ids = row.samples[index]["chunk_ids"]
+    return [list(row.chunk(chunk).token_ids) for chunk in chunk_ids]
+
+
+def test_forms_of_a_sample(workplace, builder) -> None:
+    made = {name: builder(f"train.system={name}").sample(0) for name in SYSTEMS}
+    texts = whole_texts(workplace, builder)
+    tokens = sum(map(len, texts))
+    prompt = list(made["coinrag"].segments[PROMPT])
+    answers = {tuple(example.answer_ids) for one in made.values() for example in one.examples}
+    assert len(answers) == 1
+    query = list(made["coinrag"].examples[0].query_ids)
+
+    (full,) = made["standard_rag"].examples
+    assert full.query_ids == [*prompt, *(token for text in texts for token in text), *query]
+    assert full.plan.slices == ()
+    (cached,) = made["turborag"].examples
+    assert cached.plan.tokens == len(prompt) + tokens
+    assert list(cached.query_ids) == query
+    blocks, again = made["block_attention"].examples
+    assert (blocks, again) == (cached, full)
+    (linked,) = made["kvlink"].examples
+    assert len(linked.query_ids) == LINK_ROWS + len(query)
+    assert linked.plan.tokens == cached.plan.tokens
+    # The last link token stands right before the query.
+    assert linked.query_positions[LINK_ROWS] == cached.plan.length + LINK_ROWS
+    assert linked.query_positions[LINK_ROWS - 1] == cached.plan.length + LINK_ROWS - 1
+
+
+def test_answer_tokens_of_all_forms_count(builder) -> None:
+    once, twice = (builder(f"train.system={s}") for s in ("turborag", "block_attention"))
+    assert twice.lengths(0).answer_tokens == 2 * once.lengths(0).answer_tokens
+    assert twice.lengths(0).tokens == once.lengths(0).tokens
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_over_long_samples_lose_the_worst_pieces(builder, system) -> None:
+    longest = builder(f"train.system={system}")
+    room = longest.lengths(0).tokens - 1
+    cut = builder(f"train.system={system}", f"train.max_length_tokens={room}").sample(0)
+    assert cut.dropped >= 1
+    kept, whole = cut.examples[0], longest.sample(0).examples[0]
+    assert kept.answer_ids == whole.answer_ids
+    if system in ("turborag", "kvlink"):
+        assert kept.plan.slices == whole.plan.slices[: len(kept.plan.slices)]
+
+
+def test_isolated_nuggets_are_trained_on_alone(builder) -> None:
+    sliced = builder().sample(0)
+    alone = builder("context.encoding=isolated").sample(0)
+    assert alone.examples[0].plan.tokens == sliced.examples[0].plan.tokens
+    for piece in alone.examples[0].plan.slices:
+        assert (piece.start, piece.end) == (0, len(alone.segments[piece.chunk]))
+
+
+@pytest.mark.parametrize("system", SYSTEMS[1:4])
+def test_the_loss_falls(workplace, system) -> None:
+    metrics = workplace.train_here(system, f"train.system={system}", "train.epochs=3")
+    assert min(line["loss"] for line in metrics[-3:]) < 0.9 * metrics[0]["loss"]
+
+
+@pytest.fixture(scope="module")
+def kvlink(workplace):
+    return workplace.train_here("kvlink", *KVLINK, "train.epochs=3")
+
+
+def test_link_tokens_are_trained_and_lie_beside_plain_weights(workplace, kvlink) -> None:
+    assert kvlink[-1]["loss"] < 0.9 * kvlink[0]["loss"]
+    checkpoint = workplace.folder / "kvlink" / "checkpoint"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    base = AutoModelForCausalLM.from_pretrained(workplace.folder / "model")
+    assert model.get_input_embeddings().weight.shape == base.get_input_embeddings().weight.shape
+    assert {n for n, _ in model.named_parameters()} == {n for n, _ in base.named_parameters()}
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+    links = load_links(model, checkpoint)
+    assert (links.per_document, links.documents) == (2, 3)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before), "texts do not see the link tokens"
+    trained = links_of(model).links_ND
+    add_links(base, documents=3, per_document=2, seed=0)
+    assert trained.shape == (LINK_ROWS, model.config.hidden_size)
+    assert not torch.isclose(trained, links_of(base).links_ND).all(dim=1).any(), "every one moved"
+    with pytest.raises(LinksNotFoundError, match="made for 3 documents, 4"):
+        links.ids(4)
+
+
+def test_link_tokens_resume_bit_by_bit(workplace, kvlink) -> None:
+    options = [*KVLINK, "train.epochs=3", "train.save_every_steps=2"]
+    run = workplace.folder / "kvlink_resumed"
+
+    workplace.train_here("kvlink_resumed", *options)
+    state = sorted((run / "state").iterdir())[-1]
+    (run / "checkpoint").rename(run / "before")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    step = int(state.name.removeprefix("step-"))
+    assert 0 < step < len(lines), "there is something left to do"
+    again = workplace.train_here("kvlink_resumed", *options, "train.resume=true")
+    assert [line["loss"] for line in again] == [line["loss"] for line in kvlink]
+    for name in ("model.safetensors", LINKS_FILE):
+        one, other = load_file(run / "before" / name), load_file(run / "checkpoint" / name)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_an_adapter_keeps_its_link_tokens(workplace) -> None:
+    lora = ["train.tuning=lora", "train.lora.rank=4", "train.learning_rate=1e-2"]
+    workplace.train_here("kvlink_lora", *KVLINK, *lora)
+    run = workplace.folder / "kvlink_lora"
+    beside = [load_file(run / part / LINKS_FILE)["links"] for part in ("adapter", "checkpoint")]
+    assert torch.equal(*beside)
+    names = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert not any("embed" in name for name in names)
+    merged = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
+    assert links_of(merged) is None
+
+
+def test_a_checkpoint_without_link_tokens_says_so(workplace) -> None:
+    model = load_model(str(workplace.folder / "model"), "float32")
+    with pytest.raises(LinksNotFoundError, match=r"train\.system=kvlink"):
+        load_links(model, workplace.folder / "model")
