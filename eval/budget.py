@@ -60,7 +60,7 @@ def default_budgets(results: Sequence[Row]) -> list[float]:
     """
     recipe = [row for row in results if not row["arm"]]
     low, high = (choose(row["ttft_p99_ms"] for row in recipe) for choose in (min, max))
-    budgets = {PAPER_BUDGET_MS} if low <= PAPER_BUDGET_MS < high else set()
+    budgets = {PAPER_BUDGET_MS}
     if len(recipe) > len({(row["system"], row["checkpoint"]) for row in recipe}):
         budgets |= {float(f"{budget:.2g}") for budget in np.geomspace(low, high, 5)[1:-1]}
     return sorted(budget for budget in budgets if low <= budget < high)

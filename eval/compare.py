@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cache_ops.hf import load_tokenizer
 from data_builders.build import built_folder, load_built
+from data_builders.injection import Injection
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Chunk
 from eval.answers import Variant, append_answers, read_answers, resume_answers
@@ -28,6 +29,7 @@ from eval.checkpoints import Weights, weights_of
 from eval.environment import environment
 from eval.figures import draw_all, draw_overview
 from eval.identity import answer_key, setting, weights_digest
+from eval.injection import load_clean, load_injections, refuse_clean_data, score
 from eval.page import write_page
 from eval.runner import Runner
 from eval.summary import summarize
@@ -75,6 +77,8 @@ def compare(config: Recipe) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.model.path)
     weights = {cell: weights_of(cell.arm.config, cell.checkpoint, cell.system) for cell in cells}
     questions = {cell.arm.name: _arm_questions(cell, config) for cell in cells}
+    injections = _injections(config)
+    clean = load_clean(Path(config.eval.injection_clean)) if config.eval.injection_clean else []
 
     output = Path(config.eval.output or Path(config.train.run_folder) / "compare")
     output.mkdir(parents=True, exist_ok=True)
@@ -124,6 +128,15 @@ def compare(config: Recipe) -> dict[str, Any]:
         "seconds_this_run": time.perf_counter() - start,
         "peak_memory_gib": _peak_memory_gib(),
     }
+    if injections:
+        result["injection"] = score(
+            answers,
+            injections,
+            lambda arm, question_id: questions[arm][question_id].chunks,
+            clean=clean,
+            resamples=config.eval.bootstrap_resamples,
+            seed=config.seed,
+        )
     write_text(output / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     draw_overview(result, output / "compare.png")
     draw_all(result, output / "figures")
@@ -153,6 +166,16 @@ def _arm_questions(cell: Cell, config: Recipe) -> dict[str, Question]:
         if limit is None or taken[question.dataset] <= limit:
             questions[question.question_id] = question
     return questions
+
+
+def _injections(config: Recipe) -> dict[str, Injection]:
+    """What was planted in the dev questions, by question; nothing without `eval.injections`."""
+    if config.eval.injections is None:
+        return {}
+    path = Path(config.eval.injections)
+    found = load_injections(path)
+    refuse_clean_data(found, load_built(config, "dev").chunks["text"][:], path)
+    return found
 
 
 def _keys(

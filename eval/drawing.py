@@ -45,8 +45,11 @@ def save(draw: Callable[[], "Figure"], paths: Iterable[Path]) -> None:
         for path in paths:
             temporary = path.with_name(f".{path.name}.tmp")
             metadata = _METADATA[path.suffix]
-            figure.savefig(temporary, format=path.suffix[1:], dpi=150, metadata=metadata)
-            temporary.replace(path)
+            try:
+                figure.savefig(temporary, format=path.suffix[1:], dpi=150, metadata=metadata)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -61,7 +64,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def panels(
     names: Iterable[str], title: str = "", *, height: float = 3.6, width: float = 5.5
 ) -> tuple["Figure", dict[str, "Axes"]]:
-    """A figure with one named panel each, two in a row; sizes of a panel in inches."""
+    """A figure with a panel for each name, two in a row; sizes of a panel in inches."""
     from matplotlib.figure import Figure
 
     found = list(names)

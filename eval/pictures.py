@@ -177,9 +177,10 @@ def _bars(points: Sequence[Row]) -> list[list[float]] | None:
     """How far the intervals reach below and above, None in a panel without."""
     if points[0]["f1_low"] is None:
         return None
+    # Rounding may put the mean of equal values beyond the ends of its interval.
     return [
-        [row["f1"] - row["f1_low"] for row in points],
-        [row["f1_high"] - row["f1"] for row in points],
+        [max(0.0, row["f1"] - row["f1_low"]) for row in points],
+        [max(0.0, row["f1_high"] - row["f1"]) for row in points],
     ]
 
 

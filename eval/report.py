@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from eval.injection import render
 from eval.labels import CHECKPOINT_NAMES, ERROR_NAMES, width_label
 from eval.tables import Column, cell_columns, interval, number, percent, relative, table
 
@@ -42,6 +43,8 @@ def render_table(result: Json) -> str:
         found = list(group)
         shown = table(found, [*cell_columns(found), *_differences(kind, datasets)])
         parts.append(f"{_DIFFERENCES[kind]}: {_PAIRED}\n{shown}")
+    if "injection" in result:
+        parts.append(render(result["injection"]))
     parts += [_render_example(example) for example in result["examples"]]
     parts += [f"note: {note}" for note in result["notes"]]
     offline = ", ".join(

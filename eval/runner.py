@@ -88,7 +88,13 @@ class Runner(Closing):
         offline_tokens = sum(self._warm(*one) for one in widest_first)
         offline_ms = (time.perf_counter() - start) * 1e3
         offline = {"offline_tokens": offline_tokens, "offline_ms": offline_ms}
-        answers = [self._answer(cell, question) | offline for cell, question in asked]
+        first = [self._first_token(cell, question) for cell, question in asked]
+        # Only first tokens are timed; the others come for all cells together.
+        self._finish([request for request, _ in first])
+        answers = [
+            self._answer(cell, question, *given) | offline
+            for (cell, question), given in zip(asked, first, strict=True)
+        ]
         for repeat in range(1, self.config.eval.ttft_repeats):
             for at in range(len(asked)):
                 turn = (at + repeat) % len(asked)
@@ -121,20 +127,26 @@ class Runner(Closing):
         assert request.generation.first_token is not None, "one pass gives one token"
         return request, (request.generation.first_token - start) * 1e3
 
+    def _finish(self, requests: Sequence[OnlineRequest]) -> None:
+        """Decodes all answers to their ends."""
+        advance = next(iter(self._paths.values())).advance
+        while unfinished := [one for one in requests if not one.generation.done]:
+            advance(unfinished)
+        for request in requests:
+            request.release()
+            self._refuse_computed(request)
+
     def _first_token_ms(self, cell: Cell, question: Question) -> float:
         request, ttft_ms = self._first_token(cell, question)
         request.release()
         return ttft_ms
 
-    def _answer(self, cell: Cell, question: Question) -> dict[str, Any]:
+    def _answer(
+        self, cell: Cell, question: Question, request: OnlineRequest, ttft_ms: float
+    ) -> dict[str, Any]:
         """The fields of an answer that its cell decides."""
-        request, ttft_ms = self._first_token(cell, question)
-        path, generation = self._paths[cell.arm.name], request.generation
-        while not generation.done:
-            path.advance([request])
-        request.release()
-        self._refuse_computed(request)
-        token_ids, served = generation.token_ids, request.served
+        generation, served = request.generation, request.served
+        token_ids, config = generation.token_ids, self._served.model.config
         text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         f1 = token_f1(text, question.answers)
         shows_text = SYSTEMS[cell.system].selects_nuggets
@@ -166,7 +178,7 @@ class Runner(Closing):
             "bytes_read": request.supplied.bytes_read if request.supplied else 0,
             "new_tokens": len(token_ids),
             "stopped": generation.stopped,
-            "beyond_context": request.last_position > path.model.config.max_position_embeddings,
+            "beyond_context": request.last_position > config.max_position_embeddings,
             "cut_tokens": served.cut_tokens,
             **asdict(diagnose(question, served, cell.width.k_c, f1)),
         }

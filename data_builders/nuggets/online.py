@@ -139,7 +139,7 @@ def _located(
     """(begin, text) of phrases as the chunk has them, in the order of the candidates."""
     alignment = align(text, candidates, threshold)
     dropped["given"] += len(candidates)
-    dropped["not in their chunk"] += alignment.counts["abandoned"]
+    dropped["not in their chunk, or repeated"] += alignment.counts["abandoned"]
     spans = merge_spans([Span("", found.start, found.end) for found in alignment.located])
     return [(span.start, text[span.start : span.end]) for span in spans]
 

@@ -159,6 +159,16 @@ def test_a_failing_picture_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too large"):
         save(endless, [path])
     assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_equal_scores_are_drawn_although_their_mean_is_rounded(tmp_path: Path) -> None:
+    result = content(answers_of([1 / 3] * 7))
+    (row,) = result["results"]
+    # As far as rounding may go.
+    row |= {"f1_low": row["f1"] + 1e-14, "f1_high": row["f1"] - 1e-14}
+    draw_overview(result, tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").exists()
 
 
 def test_labels_keep_clear_of_each_other_and_of_points() -> None:

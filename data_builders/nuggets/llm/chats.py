@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from data_builders.nuggets.instructions import Messages
@@ -53,19 +54,30 @@ def open_asked_model(config: LlmConfig) -> Callable[[Sequence[Messages]], list[l
             "pip install coinrag[llm]"
         ) from None
     asking = _Asking(Client(config), config)
-    runner = asyncio.Runner()
+    # One loop for all calls, so that connections stay open from one to the next.
+    loop = asyncio.new_event_loop()
+    Thread(target=_work, args=(loop,), name="online nuggets", daemon=True).start()
 
     def ask(chats: Sequence[Messages]) -> list[list[str]]:
-        return runner.run(asking.all(chats))
+        return asyncio.run_coroutine_threadsafe(asking.all(chats), loop).result()
 
-    weakref.finalize(ask, _close, runner, asking, config)
+    weakref.finalize(ask, _close, loop, asking, config)
     return ask
 
 
-def _close(runner: asyncio.Runner, asking: "_Asking", config: LlmConfig) -> None:
-    """Closes the connections and tells what was spent and what failed."""
-    runner.run(asking.client.close())
-    runner.close()
+def _work(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _close(loop: asyncio.AbstractEventLoop, asking: "_Asking", config: LlmConfig) -> None:
+    """Tells what was spent and what failed, and has the connections closed."""
+
+    async def close() -> None:
+        await asking.client.close()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(close(), loop)
     log.info(
         "Online nuggets by %s: %s",
         config.model,
