@@ -122,9 +122,7 @@ def open_supply(
     Raises:
         ForeignStoreError, StoreError: see `open_store`.
     """
-    store = open_store(
-        config, model, tokenizer, name, create=writable, wait_seconds=wait_seconds
-    )
+    store = open_store(config, model, tokenizer, name, create=writable, wait_seconds=wait_seconds)
     return supply_over(config, model, store, writable=writable)
 
 

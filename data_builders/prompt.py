@@ -34,7 +34,7 @@ class PromptTemplate:
         self._tokenizer = tokenizer
         before, self._after, self._answer_lead, end_of_turn = _render(tokenizer, config)
         self._end_of_turn = end_of_turn
-        self._special = _special_pattern(tokenizer)
+        self._special = special_tokens(tokenizer)
         self.prompt_ids: list[int] = self._encode(before)
         if not tokenizer.chat_template:
             self.prompt_ids = [*_leading_specials(tokenizer), *self.prompt_ids]
@@ -109,14 +109,15 @@ def _chat(
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tail: str) -> int:
     """The first special token after an assistant's message, else the end-of-text token."""
-    ended = _special_pattern(tokenizer).search(tail)
+    ended = special_tokens(tokenizer).search(tail)
     token = ended[0] if ended else tokenizer.eos_token
     if token is None:
         raise UserError("the chat template ends a turn with no special token, and there is no eos")
     return int(tokenizer.get_vocab()[token])
 
 
-def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the spelling of each special token of a tokenizer."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     texts = sorted(added | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from recipes.errors import UserError
 from recipes.files import write_text
@@ -13,8 +14,19 @@ from recipes.files import write_text
 logger = logging.getLogger(__name__)
 
 
-Variant = tuple[str, str, str, int, int | None]
-"""Arm, checkpoint, system, k_c and k: a cell of a comparison."""
+class Variant(NamedTuple):
+    """What a cell of a comparison measures; `arm` is "" for the recipe without changes."""
+
+    arm: str
+    checkpoint: str
+    system: str
+    k_c: int
+    k: int | None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        """That of an answer's fields, or of a row of results."""
+        return cls(*(row[name] for name in cls._fields))
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Answer:
     @property
     def variant(self) -> Variant:
         """The cell it belongs to."""
-        return self.arm, self.checkpoint, self.system, self.k_c, self.k
+        return Variant.of(vars(self))
 
 
 def read_answers(path: Path) -> list[Answer]:

@@ -22,7 +22,7 @@ class Cell:
     @property
     def variant(self) -> Variant:
         """As its answers name it."""
-        return self.arm.name, self.checkpoint, self.system, self.width.k_c, self.width.k
+        return Variant(self.arm.name, self.checkpoint, self.system, self.width.k_c, self.width.k)
 
 
 def cells_of(config: Recipe) -> list[Cell]:

@@ -6,29 +6,14 @@ against; the two are never the same number.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from eval.answers import Answer
+from eval.answers import Answer, Variant
 from eval.significance import bootstrap_intervals
 
 Json = dict[str, Any]
-
-
-class Cell(NamedTuple):
-    """What one row of results measures; `arm` is "" for the recipe without changes."""
-
-    arm: str
-    checkpoint: str
-    system: str
-    k_c: int
-    k: int | None
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Cell":
-        """The cell of an answer's fields, or of a row of results."""
-        return cls(*(row[name] for name in cls._fields))
 
 
 @dataclass(frozen=True)
@@ -36,18 +21,18 @@ class Contrast:
     """A signed sum of cells' F1; `against` is the one whose F1 a percentage refers to."""
 
     kind: str
-    cell: Cell
-    against: Cell
-    plus: tuple[Cell, ...]
-    minus: tuple[Cell, ...]
+    cell: Variant
+    against: Variant
+    plus: tuple[Variant, ...]
+    minus: tuple[Variant, ...]
 
 
-def versus(kind: str, cell: Cell, against: Cell) -> Contrast:
+def versus(kind: str, cell: Variant, against: Variant) -> Contrast:
     """One cell minus another."""
     return Contrast(kind, cell, against, (cell,), (against,))
 
 
-def contrasts_among(cells: Iterable[Cell]) -> list[Contrast]:
+def contrasts_among(cells: Iterable[Variant]) -> list[Contrast]:
     """Every difference that follows from which cells there are, by kind.
 
     fine_tuning: fine-tuned minus base, all else equal. ablation: an arm minus the recipe.
@@ -71,7 +56,7 @@ def contrasts_among(cells: Iterable[Cell]) -> list[Contrast]:
 
 def measure(
     contrasts: Sequence[Contrast],
-    cells: Mapping[Cell, Mapping[str, Answer]],
+    cells: Mapping[Variant, Mapping[str, Answer]],
     *,
     resamples: int,
     seed: int,
@@ -93,7 +78,7 @@ def measure(
         for dataset in dict.fromkeys(answers[q].dataset for q in common):
             parts.append((contrast, dataset, [q for q in common if answers[q].dataset == dataset]))
 
-    def f1(cell: Cell, questions: Sequence[str]) -> np.ndarray:
+    def f1(cell: Variant, questions: Sequence[str]) -> np.ndarray:
         return np.array([100 * cells[cell][q].f1 for q in questions])
 
     series = [
@@ -119,12 +104,12 @@ def measure(
     return rows
 
 
-def _base(cell: Cell, found: Sequence[Cell]) -> Cell | None:
+def _base(cell: Variant, found: Sequence[Variant]) -> Variant | None:
     base = cell._replace(checkpoint="base")
     return base if cell.checkpoint == "fine_tuned" and base in found else None
 
 
-def _recipe(cell: Cell, found: Sequence[Cell]) -> Cell | None:
+def _recipe(cell: Variant, found: Sequence[Variant]) -> Variant | None:
     """The recipe at an arm's width; at its one width where the arm has changed it."""
     if not cell.arm:
         return None
@@ -134,7 +119,7 @@ def _recipe(cell: Cell, found: Sequence[Cell]) -> Cell | None:
     return same[0] if len(same) == 1 else None
 
 
-def _coinrag(cell: Cell, found: Sequence[Cell]) -> Cell | None:
+def _coinrag(cell: Variant, found: Sequence[Variant]) -> Variant | None:
     if cell.arm or cell.system == "coinrag":
         return None
     others = [c for c in found if c[:4] == ("", cell.checkpoint, "coinrag", cell.k_c)]

@@ -15,8 +15,7 @@ from data_builders.injection import Injection
 from data_builders.readers.files import file_rows
 from data_builders.readers.rows import RowError, field, refuse_unknown, text_field
 from data_builders.tables import Chunk
-from eval.answers import Answer, read_answers
-from eval.differences import Cell
+from eval.answers import Answer, Variant, read_answers
 from eval.injection_trace import Extracted, Trace, extracted, trace
 from eval.metrics import normalize_answer
 from eval.significance import bootstrap_intervals
@@ -111,11 +110,11 @@ def score(
         injection = injections[question_id]
         return {c.chunk_id: extracted(c, injection) for c in chunks_of(arm, question_id)}
 
-    cells: dict[Cell, list[Answer]] = {}
+    cells: dict[Variant, list[Answer]] = {}
     for answer in answers:
         if answer.question_id in injections:
-            cells.setdefault(Cell.of(vars(answer)), []).append(answer)
-    unplanted = {(Cell.of(vars(answer)), answer.question_id): answer.f1 for answer in clean}
+            cells.setdefault(answer.variant, []).append(answer)
+    unplanted = {(answer.variant, answer.question_id): answer.f1 for answer in clean}
     rows = []
     for cell, group in cells.items():
         traces = [

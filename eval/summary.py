@@ -7,15 +7,15 @@ from typing import Any, get_args
 
 import numpy as np
 
-from eval.answers import Answer
+from eval.answers import Answer, Variant
 from eval.budget import best_under, default_budgets
-from eval.differences import Cell, contrasts_among, measure, versus
+from eval.differences import contrasts_among, measure, versus
 from eval.labels import ERROR_NAMES, SYSTEM_NAMES, cell_label
 from eval.significance import Interval, bootstrap_intervals
 from recipes.schema import SystemName
 
 Json = dict[str, Any]
-Cells = Mapping[Cell, Mapping[str, Answer]]
+Cells = Mapping[Variant, Mapping[str, Answer]]
 
 # What the table at a budget has of a cell's results.
 _OF_A_BUDGET = ("questions", "f1", "f1_by_dataset", "ttft_mean_ms", "ttft_p99_ms", "active_tokens")
@@ -43,7 +43,7 @@ def summarize(
     order = _order(answers)
     cells: Cells = {
         cell: {answer.question_id: answer for answer in group}
-        for cell, group in groupby(sorted(answers, key=order), key=lambda a: Cell.of(vars(a)))
+        for cell, group in groupby(sorted(answers, key=order), key=lambda a: a.variant)
     }
     intervals = bootstrap_intervals(
         [[100 * answer.f1 for answer in group.values()] for group in cells.values()],
@@ -95,7 +95,7 @@ def _order(answers: Iterable[Answer]) -> Callable[[Answer], tuple[int, ...]]:
     return key
 
 
-def _result(cell: Cell, answers: Sequence[Answer], f1: Interval) -> Json:
+def _result(cell: Variant, answers: Sequence[Answer], f1: Interval) -> Json:
     ttft_ms = [ms for a in answers for ms in a.ttft_ms]
     p50, p90, p99 = map(float, np.percentile(ttft_ms, [50, 90, 99]))
     # Some data do not say which chunks are gold.
@@ -132,7 +132,7 @@ def _result(cell: Cell, answers: Sequence[Answer], f1: Interval) -> Json:
 
 def _against_coinrag(chosen: Iterable[Json], cells: Cells, resamples: int, seed: int) -> list[Json]:
     """Rows of cells chosen for a budget, with the difference from the one chosen for CoinRAG."""
-    rows = [(row["budget_ms"], Cell.of(row), row) for row in chosen]
+    rows = [(row["budget_ms"], Variant.of(row), row) for row in chosen]
     coinrag = {
         (budget, cell.checkpoint): cell for budget, cell, _ in rows if cell.system == "coinrag"
     }
@@ -141,8 +141,8 @@ def _against_coinrag(chosen: Iterable[Json], cells: Cells, resamples: int, seed:
         for budget, cell, _ in rows
         if cell.system != "coinrag" and (budget, cell.checkpoint) in coinrag
     )
-    differences: dict[tuple[Cell, Cell | None], Json] = {
-        (Cell.of(row), Cell.of(row["against"])): row
+    differences: dict[tuple[Variant, Variant | None], Json] = {
+        (Variant.of(row), Variant.of(row["against"])): row
         for row in measure([*contrasts], cells, resamples=resamples, seed=seed)
     }
     return [
@@ -221,7 +221,7 @@ def _examples(
             "question": group[0].question,
             "gold": group[0].gold,
             "answers": [
-                {**Cell.of(vars(a))._asdict(), "answer": a.answer, "f1": 100 * a.f1}
+                {**a.variant._asdict(), "answer": a.answer, "f1": 100 * a.f1}
                 for a in sorted(group, key=order)
             ],
         }

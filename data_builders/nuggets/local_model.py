@@ -5,6 +5,7 @@ with a batch size of 1 an answer is sure not to depend on the texts beside it.
 """
 
 import logging
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
 from cache_ops.hf import ModelNotFoundError, check_vocabulary, load_causal_model, load_tokenizer
 from data_builders.models import check_device, model_folder
 from data_builders.nuggets.instructions import Messages, messages, parse_candidates
+from data_builders.prompt import special_tokens
 from recipes.building import LocalModelConfig
 from recipes.errors import UserError
 
@@ -64,12 +66,13 @@ def load_asked_model(config: LocalModelConfig) -> Callable[[Sequence[Messages]],
         pad_token_id=tokenizer.pad_token_id,
     )
     seen = {"chats": 0, "unread": 0}
+    special = special_tokens(tokenizer)
 
     def extract(chats: Sequence[Messages]) -> list[list[str]]:
         if not chats:
             return []
-        prompts = [_prompt(tokenizer, chat) for chat in chats]
-        lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
+        prompts = [_prompt_ids(tokenizer, special, chat) for chat in chats]
+        lengths = [len(ids) for ids in prompts]
         _check_lengths(model, lengths, config.max_new_tokens)
         found: list[list[str]] = [[] for _ in chats]
         # Texts of like length together need the least padding.
@@ -95,7 +98,34 @@ def batch_size(config: LocalModelConfig) -> int:
     return config.batch_size or (1 if config.device == "cpu" else GPU_BATCH_SIZE)
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, chat: Messages) -> str:
+def _prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, special: re.Pattern[str], chat: Messages
+) -> list[int]:
+    """A chat's tokens. Special tokens that its messages spell out stay ordinary text."""
+    texts = [message["content"] for message in chat]
+    if not any(map(special.search, texts)):
+        return _encode(tokenizer, _render(tokenizer, chat))
+    marks = [f"@@coinrag-message-{number}@@" for number in range(len(chat))]
+    marked = [{**message, "content": mark} for message, mark in zip(chat, marks, strict=True)]
+    ids: list[int] = []
+    for part in re.split(f"({'|'.join(marks)})", _render(tokenizer, marked)):
+        if part in marks:
+            ids += _encode(tokenizer, texts[marks.index(part)], split_special_tokens=True)
+        else:
+            ids += _encode(tokenizer, part)
+    return ids
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, split_special_tokens: bool = False
+) -> list[int]:
+    ids: list[int] = tokenizer(
+        text, add_special_tokens=False, split_special_tokens=split_special_tokens
+    )["input_ids"]
+    return ids
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, chat: Messages) -> str:
     try:
         prompt = tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
@@ -119,16 +149,11 @@ def _check_lengths(model: PreTrainedModel, lengths: Sequence[int], new_tokens: i
 
 @torch.inference_mode()
 def _answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]]
 ) -> list[str]:
-    """The texts generated after each prompt, without special tokens."""
-    inputs = tokenizer(
-        list(prompts),
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_token_type_ids=False,
-        return_tensors="pt",
+    """The texts generated after each prompt's tokens, without special tokens."""
+    inputs = tokenizer.pad(
+        {"input_ids": list(prompts)}, padding_side="left", return_tensors="pt"
     ).to(model.device)
     generator: Any = model
     # Token ids of shape (prompts, padded prompt tokens + new tokens).

@@ -57,6 +57,21 @@ def greedy(model, tokenizer, text, new_tokens):
     return tokenizer.decode(ids[0, prompt:], skip_special_tokens=True)
 
 
+def test_special_tokens_spelled_in_a_passage_stay_text(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        local_model, "_answers", lambda model, tokenizer, prompts: asked.extend(prompts) or [""]
+    )
+    extract = load_extractor(config_of(folder))
+    tokenizer = load_tokenizer(str(folder))
+    end = tokenizer.eos_token_id
+    extract(["He was born in the city."])
+    extract([f"He was born{tokenizer.eos_token} in the city."])
+    plain, attacked = asked
+    assert attacked.count(end) == plain.count(end)
+    assert tokenizer.eos_token + " in the city." in tokenizer.decode(attacked)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_answers_are_the_greedy_ones_of_each_text_alone(folder, monkeypatch, batch_size):
     answers = []

@@ -94,7 +94,8 @@ def test_phrases_are_located_joined_and_taken_in_turn(says, caplog):
         del extract
         gc.collect()
     assert (
-        "1 of 6 nuggets that were extracted online are dropped: not in their chunk, or repeated" in caplog.text
+        "1 of 6 nuggets that were extracted online are dropped: not in their chunk, or repeated"
+        in caplog.text
     )
 
 

@@ -130,6 +130,8 @@ def test_the_same_numbers_give_the_same_svg_and_names_are_no_markup(tmp_path: Pa
         assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes()
         assert b"<dc:date>" not in path.read_bytes()
     assert {row["arm"] for row in table(tmp_path / "first" / "errors.csv")} == {"", name}
+    # One data set is all questions.
+    assert len(table(tmp_path / "first" / "f1_under_budget.csv")) == 1
 
 
 def test_the_overview_is_readable_and_replaces_the_old_one(

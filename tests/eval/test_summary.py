@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from answering import answers_of
 
-from eval.answers import Answer
-from eval.differences import Cell
+from eval.answers import Answer, Variant
 from eval.summary import summarize
 
 BASE = [0.0, 0.5, 0.0, 0.5]
@@ -21,7 +20,7 @@ def summary(answers: list[Answer], **settings: Any) -> dict[str, Any]:
 def differences(answers: list[Answer], kind: str) -> dict[Any, dict[str, Any]]:
     """Rows of one kind by their cell and the cell that they are measured against."""
     found = [row for row in summary(answers)["differences"] if row["kind"] == kind]
-    return {(Cell.of(row), Cell.of(row["against"])): row for row in found}
+    return {(Variant.of(row), Variant.of(row["against"])): row for row in found}
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def test_fine_tuned_is_compared_with_base_of_the_same_arm_and_width(answers: lis
         *answers_of(TUNED, k=20, checkpoint="fine_tuned"),
     ]
     found = differences(made, "fine_tuning")
-    tuned, base = Cell("", "fine_tuned", "coinrag", 5, 10), Cell("", "base", "coinrag", 5, 10)
+    tuned, base = Variant("", "fine_tuned", "coinrag", 5, 10), Variant("", "base", "coinrag", 5, 10)
     isolated = [cell._replace(arm="isolated") for cell in (tuned, base)]
     assert set(found) == {(tuned, base), tuple(isolated)}
     row = found[tuned, base]
@@ -165,7 +164,7 @@ def test_arms_are_compared_with_the_recipe_and_pairs_with_their_parts() -> None:
         *answers_of([0.5, 0.4, 0.2, 0.4], arm="a+b"),
         *answers_of([0.5, 0.4, 0.2, 0.4], arm="a+c"),
     ]
-    recipe = Cell("", "base", "coinrag", 5, 10)
+    recipe = Variant("", "base", "coinrag", 5, 10)
     found = differences(made, "ablation")
     assert set(found) == {(recipe._replace(arm=arm), recipe) for arm in ("a", "b", "a+b", "a+c")}
     assert found[recipe._replace(arm="a"), recipe]["mean"] == pytest.approx(-12.5)
