@@ -47,7 +47,7 @@ class Answer:
     chunk_ids: list[str]
     """The retrieved chunks, best first."""
     evidence: list[dict[str, str | None]]
-    """`chunk_id` and `text` of what the model saw, best first; no text where it is the chunk's."""
+    """`chunk_id` and `text` of what the model saw, best first; no text where it is all of the chunk."""
     answer: str
     gold: list[str]
     f1: float

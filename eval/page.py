@@ -95,7 +95,7 @@ def _data(result: Json, answers: Iterable[Answer], chunks: Chunks) -> Json:
     by number, since most cells share them. `answers` of a question has a place for each row of
     `results`: null, or answer, F1 in [0, 1], median TTFT in ms, error kinds, context.
     """
-    cells = {_cell(row): number for number, row in enumerate(result["results"])}
+    cells = {Variant.of(row): number for number, row in enumerate(result["results"])}
     numbers: dict[str, int] = {}
     questions: dict[str, dict[str, Any]] = {}
     for answer in answers:
@@ -131,15 +131,11 @@ def _data(result: Json, answers: Iterable[Answer], chunks: Chunks) -> Json:
             "checkpoints": CHECKPOINT_NAMES,
             "errors": ERROR_NAMES,
         },
-        "curves": [[cells[_cell(row)] for row in curve] for curve in curves.values()],
+        "curves": [[cells[Variant.of(row)] for row in curve] for curve in curves.values()],
         "result": {name: result[name] for name in _SHOWN},
         "chunks": [[chunks[named]["title"], chunks[named]["text"]] for named in numbers],
         "questions": [{**q, "contexts": list(q["contexts"])} for q in questions.values()],
     }
-
-
-def _cell(row: Json) -> Variant:
-    return row["arm"], row["checkpoint"], row["system"], row["k_c"], row["k"]
 
 
 def _placed(

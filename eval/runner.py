@@ -106,6 +106,8 @@ class Runner(Closing):
         path = self._paths[cell.arm.name]
         if SYSTEMS[cell.system].extracts:
             prompt_ids = path.serving.template.prompt_ids
+            if not prompt_ids:
+                return 0
             prompt = PrefixPlan((Slice(PROMPT, 0, len(prompt_ids), 0),))
             fetch = path.supply.start(prompt, {PROMPT: prompt_ids})
         else:
@@ -149,7 +151,7 @@ class Runner(Closing):
         token_ids, config = generation.token_ids, self._served.model.config
         text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         f1 = token_f1(text, question.answers)
-        shows_text = SYSTEMS[cell.system].selects_nuggets
+        shows_text = SYSTEMS[cell.system].selects_nuggets or bool(served.cut_tokens)
         return {
             "key": self._keys[cell.variant],
             "arm": cell.arm.name,

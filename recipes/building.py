@@ -80,7 +80,8 @@ class LlmConfig(Section):
     attempts: Positive = 6
     input_price: Annotated[float, Field(ge=0.0)] | None = None
     output_price: Annotated[float, Field(ge=0.0)] | None = None
-    # Budgets hold over all runs with the same model, server, prompt and output settings.
+    # Budgets hold over all builds with the same model, server, prompt and output settings, and for
+    # online nuggets in one run.
     max_requests: Positive | None = None
     max_total_tokens: Positive | None = None
     max_cost: Annotated[float, Field(gt=0.0)] | None = None

@@ -201,9 +201,10 @@ def folder(tmp_path_factory):
 def test_a_local_model_is_asked_in_one_batch_and_its_lines_are_read(folder, monkeypatch):
     batches = []
 
-    def answers(_model, _tokenizer, prompts):
+    def answers(_model, tokenizer, prompts):
         batches.append(prompts)
-        return ["- born in Lower Tarn\n- wrote plays" if "Ines" in p else "[]" for p in prompts]
+        asked = [tokenizer.decode(ids).rpartition("Text:")[2] for ids in prompts]
+        return ["- born in Lower Tarn\n- wrote plays" if "Ines" in a else "[]" for a in asked]
 
     monkeypatch.setattr(local_model, "_answers", answers)
     local = {"path": str(folder), "max_new_tokens": 8}
