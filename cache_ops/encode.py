@@ -14,6 +14,18 @@ from cache_ops.hf import decoder
 
 
 @torch.no_grad()
+def encode_chunks(model: PreTrainedModel, chunks: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Encodes several chunks, each alone, in one forward pass; otherwise as `encode_chunk`.
+
+    Shorter ones are padded at their ends, which what comes before cannot see.
+    """
+    longest = max(map(len, chunks))
+    padded = [[*ids, *[0] * (longest - len(ids))] for ids in chunks]
+    kv_BTL2HD = _encode(model, torch.tensor(padded, device=model.device))
+    return [kv_TL2HD[: len(ids)] for kv_TL2HD, ids in zip(kv_BTL2HD, chunks, strict=True)]
+
+
+@torch.no_grad()
 def encode_chunk(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     """Encodes a chunk alone, from position 0, without the prompt in view.
 
@@ -26,16 +38,22 @@ def encode_chunk(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
         kv_TL2HD: token-major keys (index 0, after RoPE at chunk positions) and values (index 1),
         in the model's dtype and on its device: one nugget is one contiguous range.
     """
-    input_ids = torch.tensor([list(token_ids)], device=model.device)
-    positions = torch.arange(len(token_ids), device=model.device)[None]
+    return _encode(model, torch.tensor([list(token_ids)], device=model.device))[0]
+
+
+def _encode(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
+    """kv_BTL2HD of rows that stand at positions from 0."""
+    positions_BT = torch.arange(ids_BT.shape[1], device=model.device).expand_as(ids_BT)
     cache = DynamicCache()
     with _ordinary_attention(model):
         decoder(model)(
-            input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=ids_BT, position_ids=positions_BT, past_key_values=cache, use_cache=True
         )
     filled: list[Any] = cache.layers
-    layers = [torch.stack((layer.keys[0], layer.values[0])).permute(2, 0, 1, 3) for layer in filled]
-    return torch.stack(layers, dim=1)
+    layers = [
+        torch.stack((layer.keys, layer.values), dim=1).permute(0, 3, 1, 2, 4) for layer in filled
+    ]
+    return torch.stack(layers, dim=2)
 
 
 def encode_chunk_by_base(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:

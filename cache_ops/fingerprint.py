@@ -194,6 +194,10 @@ def _named_tensors(module: nn.Module, base: bool) -> Iterator[tuple[str, Tensor]
             scaling = getattr(layer, "scaling", {}).get(adapter, 1.0)
             yield f"{path}.scaling.{at}", torch.tensor(float(scaling), dtype=torch.float64)
     for name, tensor in module.state_dict().items():
+        # No chunk holds a link token, and beside them the vocabulary is what it was.
+        if name.endswith(".links_ND"):
+            continue
+        name = name.replace("embed_tokens.vocabulary.", "embed_tokens.")
         owner = max((path for path in wrapped if name.startswith(f"{path}.")), key=len, default="")
         if not owner:
             yield name, tensor

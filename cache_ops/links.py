@@ -111,6 +111,15 @@ def save_links(folder: Path, links_ND: Tensor, per_document: int) -> None:
     save_file(tensors, folder / LINKS_FILE, metadata=about)
 
 
+def links_saved_in(folder: Path) -> int:
+    """How many link tokens a document lie beside a model's weights; 0 where there are none."""
+    path = folder / LINKS_FILE
+    if not path.is_file():
+        return 0
+    with safe_open(path, framework="pt") as file:
+        return int((file.metadata() or {})["per_document"])
+
+
 def load_links(model: PreTrainedModel, folder: Path) -> Links:
     """Gives a model the link tokens that were saved beside its weights.
 
@@ -125,7 +134,7 @@ def load_links(model: PreTrainedModel, folder: Path) -> Links:
         )
     with safe_open(path, framework="pt") as file:
         links_ND = file.get_tensor("links")
-        per_document = int((file.metadata() or {})["per_document"])
+    per_document = links_saved_in(folder)
     vocabulary = _embedding(model)
     if links_ND.shape[1] != vocabulary.embedding_dim:
         raise LinksNotFoundError(
@@ -136,9 +145,12 @@ def load_links(model: PreTrainedModel, folder: Path) -> Links:
 
 
 def _append(model: PreTrainedModel, links_ND: Tensor, documents: int, per_document: int) -> Links:
-    """Puts a table of link tokens behind the vocabulary and the tables that are there already."""
+    """Puts a table of link tokens behind the vocabulary and the tables that are there already.
+
+    It is kept in fp32, whatever the model's dtype: small steps of training would be lost in bf16.
+    """
     vocabulary = _embedding(model)
-    tables = [links_ND.to(vocabulary.weight.device, vocabulary.weight.dtype)]
+    tables = [links_ND.to(vocabulary.weight.device, torch.float32)]
     if (linked := links_of(model)) is not None:
         tables.insert(0, linked.links_ND.detach())
     first_id = vocabulary.num_embeddings + sum(len(table) for table in tables[:-1])

@@ -47,7 +47,7 @@ class Answer:
     chunk_ids: list[str]
     """The retrieved chunks, best first."""
     evidence: list[dict[str, str | None]]
-    """`chunk_id` and `text` of what the model saw, best first; no text where it is all of the chunk."""
+    """`chunk_id` and `text` of what the model saw, best first; no text: all of the chunk."""
     answer: str
     gold: list[str]
     f1: float
@@ -112,14 +112,15 @@ def read_answers(path: Path) -> list[Answer]:
 def resume_answers(path: Path, keys: Mapping[Variant, str]) -> list[Answer]:
     """The answers that still hold, given the key of each cell that a run measures.
 
-    Answers under another key are moved to `answers.previous.jsonl` beside the file, with a warning;
-    those of cells without a key here stay.
+    Answers under another key are moved to the end of `answers.previous.jsonl` beside the file, with
+    a warning; those of cells without a key here stay.
     """
     found = read_answers(path)
     kept = [answer for answer in found if keys.get(answer.variant, answer.key) == answer.key]
     if stale := [answer for answer in found if keys.get(answer.variant, answer.key) != answer.key]:
         previous = path.with_name("answers.previous.jsonl")
-        write_text(previous, "".join(map(_line, stale)))
+        earlier = previous.read_text(encoding="utf-8") if previous.exists() else ""
+        write_text(previous, earlier + "".join(map(_line, stale)))
         logger.warning(
             "settings, data, weights or machine changed: %d answers (%s) moved to %s, asked again",
             len(stale),

@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 from cache_ops.cached import enable_cached
 from cache_ops.closing import Closing
 from cache_ops.hf import check_vocabulary, load_model
-from cache_ops.links import LINKS_FILE, Links, add_links, load_links
+from cache_ops.links import Links, add_links, links_saved_in, load_links
 from cache_ops.store.lock import WAIT_SECONDS
 from cache_ops.supply import Supply
 from data_builders.kv import open_supply
@@ -31,6 +31,8 @@ class Weights:
     context: Path
     context_store: str
     """The name of the store of what `context` encodes, inside `store.folder`."""
+    trained: bool
+    """Whether they are what a training has left."""
 
 
 def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
@@ -45,9 +47,8 @@ def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
     """
     base = _base_folder(config.model.path)
     if checkpoint == "base":
-        return Weights(base, base, "base")
-    own_run: str | None = getattr(config.eval.runs, system)
-    run = Path(own_run or config.train.run_folder)
+        return Weights(base, base, "base", trained=False)
+    run = Path(getattr(config.eval.runs, system) or config.train.run_folder)
     folder = run / "checkpoint"
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -58,11 +59,11 @@ def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
     recipe = run / "recipe.yaml"
     trained = resolve([str(recipe)]).config if recipe.is_file() else config
     if trained.context.gradient == "frozen":
-        return Weights(folder, base, "base")
-    if own_run is None:
-        return Weights(folder, folder, "fine_tuned")
-    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
-    return Weights(folder, folder, f"fine_tuned-{name}")
+        return Weights(folder, base, "base", trained=True)
+    name = "fine_tuned"
+    if run.resolve() != Path(config.train.run_folder).resolve():
+        name += f"-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]}"
+    return Weights(folder, folder, name, trained=True)
 
 
 def _base_folder(path: str) -> Path:
@@ -78,30 +79,31 @@ class Served(Closing):
 
     model: PreTrainedModel
     supply: Supply
-    folder: Path
+    weights: Weights
     _links: dict[tuple[int, int], Links] = field(default_factory=dict, repr=False)
 
     def links(self, config: Recipe, documents: int) -> Links | None:
-        """KVLink's link tokens as a recipe asks for them: those trained, or untrained ones.
+        """KVLink's link tokens as a recipe asks for them: those trained, or the base's untrained.
 
         Raises:
             UserError: the weights were trained with another number a document.
+            LinksNotFoundError: they were trained without.
         """
-        wanted = config.systems.kvlink.link_tokens
-        if not wanted:
-            return None
-        if (documents, wanted) not in self._links:
-            if (self.folder / LINKS_FILE).is_file():
-                links = load_links(self.model, self.folder)
+        wanted, folder = config.systems.kvlink.link_tokens, self.weights.folder
+        if wanted and (documents, wanted) not in self._links:
+            if self.weights.trained:
+                links = load_links(self.model, folder)
             else:
                 links = add_links(self.model, documents, wanted, config.seed)
-            if links.per_document != wanted:
-                raise UserError(
-                    f"{self.folder} was trained with {links.per_document} link tokens a document, "
-                    f"systems.kvlink.link_tokens asks for {wanted}"
-                )
             self._links[documents, wanted] = links
-        return self._links[documents, wanted]
+        found = self._links.get((documents, wanted))
+        trained = found.per_document if found else links_saved_in(folder)
+        if self.weights.trained and trained != wanted:
+            raise UserError(
+                f"{folder} was trained with {trained} link tokens a document, "
+                f"systems.kvlink.link_tokens asks for {wanted}"
+            )
+        return found
 
     def close(self) -> None:
         """Closes what supplies slices."""
@@ -139,7 +141,7 @@ def load_served(
         writable=True,
         wait_seconds=wait_seconds,
     )
-    return Served(model, supply, weights.folder)
+    return Served(model, supply, weights)
 
 
 def load_weights(

@@ -2,7 +2,8 @@
 
 Each set of weights is loaded once and answers in all cells that use it. Within a question these run
 in turn, the order rotated by one from question to question, so that none is timed on a warmer
-machine.
+machine. Cells of different weights, and those that a later run adds, are timed one after the other:
+on a machine that is not quiet, compare times within one set of weights.
 """
 
 import json
@@ -34,6 +35,7 @@ from eval.page import write_page
 from eval.runner import Runner
 from eval.summary import summarize
 from eval.systems import Question
+from recipes.arms import Arm
 from recipes.errors import UserError
 from recipes.fields import leaves
 from recipes.files import write_text
@@ -76,14 +78,17 @@ def compare(config: Recipe) -> dict[str, Any]:
     cells = cells_of(config)
     tokenizer = load_tokenizer(config.model.path)
     weights = {cell: weights_of(cell.arm.config, cell.checkpoint, cell.system) for cell in cells}
-    questions = {cell.arm.name: _arm_questions(cell, config) for cell in cells}
+    arms = {cell.arm.name: cell.arm for cell in cells}
+    questions = {name: _arm_questions(arm, config) for name, arm in arms.items()}
     injections = _injections(config)
     clean = load_clean(Path(config.eval.injection_clean)) if config.eval.injection_clean else []
+
+    keys = _keys(weights, arms, tokenizer)
+    _refuse_idle_arms(cells, keys)
 
     output = Path(config.eval.output or Path(config.train.run_folder) / "compare")
     output.mkdir(parents=True, exist_ok=True)
     answers_path = output / "answers.jsonl"
-    keys = _keys(weights, tokenizer)
     done = {(a.variant, a.question_id) for a in resume_answers(answers_path, keys)}
 
     for group in _groups(weights):
@@ -116,10 +121,15 @@ def compare(config: Recipe) -> dict[str, Any]:
             budgets_ms=config.eval.budgets_ms,
         ),
         "setting": {
-            **setting(config, built_folder(config, "dev"), template),
-            "arms": {cell.arm.name: _changes(cell, config) for cell in cells if cell.arm.name},
+            **setting(
+                config,
+                built_folder(config, "dev"),
+                template,
+                list(dict.fromkeys(cell.system for cell in cells if not cell.arm.name)),
+            ),
+            "arms": {name: _changes(arm, config) for name, arm in arms.items() if name},
             "weights": {
-                f"{cell.checkpoint} {cell.system}": str(found.folder)
+                " ".join(cell.variant[:3]).strip(): str(found.folder)
                 for cell, found in weights.items()
             },
         },
@@ -148,18 +158,18 @@ def compare(config: Recipe) -> dict[str, Any]:
     return result
 
 
-def _arm_questions(cell: Cell, config: Recipe) -> dict[str, Question]:
-    """The questions of a cell's arm by id, the first so many of each data set."""
+def _arm_questions(arm: Arm, config: Recipe) -> dict[str, Question]:
+    """The questions of an arm by id, the first so many of each data set."""
     limit = config.eval.questions_per_dataset
     taken: Counter[str] = Counter()
     questions = {}
     try:
-        found = dev_questions(cell.arm.config)
+        found = dev_questions(arm.config)
     except UserError as error:
-        if not cell.arm.name:
+        if not arm.name:
             raise
         raise UserError(
-            f"arm {cell.arm.name!r}: {error} (a build of the recipe with its arms builds this too)"
+            f"arm {arm.name!r}: {error} (a build of the recipe with its arms builds this too)"
         ) from error
     for question in found:
         taken[question.dataset] += 1
@@ -179,28 +189,46 @@ def _injections(config: Recipe) -> dict[str, Injection]:
 
 
 def _keys(
-    weights: Mapping[Cell, Weights], tokenizer: PreTrainedTokenizerBase
+    weights: Mapping[Cell, Weights], arms: Mapping[str, Arm], tokenizer: PreTrainedTokenizerBase
 ) -> dict[Variant, str]:
     """What each cell's answers depend on: also the weights whose slices it answers from."""
-    digests: dict[Path, str] = {}
+    folders = {folder for found in weights.values() for folder in (found.folder, found.context)}
+    digests = {folder: weights_digest(folder) for folder in folders}
+    built = {name: built_folder(arm.config, "dev") for name, arm in arms.items()}
+    templates = {name: PromptTemplate(tokenizer, arm.config.prompt) for name, arm in arms.items()}
     keys = {}
     for cell, found in weights.items():
-        arm = cell.arm.config
-        own = {found.folder: None, found.context: None}
-        for folder in own:
-            digests.setdefault(folder, weights_digest(folder))
-        template = PromptTemplate(tokenizer, arm.prompt)
-        conditions = setting(arm, built_folder(arm, "dev"), template, cell.system)
+        name, own = cell.arm.name, dict.fromkeys((found.folder, found.context))
+        conditions = setting(cell.arm.config, built[name], templates[name], [cell.system])
         keys[cell.variant] = answer_key(conditions, [digests[folder] for folder in own])
     return keys
 
 
+def _refuse_idle_arms(cells: Sequence[Cell], keys: Mapping[Variant, str]) -> None:
+    """Refuses an arm that would measure the recipe again and call it a change.
+
+    Raises:
+        UserError: names the arm and the system.
+    """
+    busy = {
+        (cell.arm.name, cell.system)
+        for cell in cells
+        if keys[cell.variant] != keys.get(cell.variant._replace(arm=""))
+    }
+    for cell in cells:
+        if cell.arm.name and (cell.arm.name, cell.system) not in busy:
+            raise UserError(
+                f"arm {cell.arm.name!r} changes nothing that decides an answer of {cell.system}; "
+                f"a setting of training needs a run of its own (eval.runs.{cell.system}=…)"
+            )
+
+
 def _groups(weights: Mapping[Cell, Weights]) -> list[Group]:
-    """Cells by the weights that answer in them, and by what their stores depend on."""
-    groups: defaultdict[Any, list[Cell]] = defaultdict(list)
+    """Cells by the weights that answer in them."""
+    groups: defaultdict[Weights, list[Cell]] = defaultdict(list)
     for cell, found in weights.items():
-        groups[found, cell.arm.config.data.chunk_tokens].append(cell)
-    return [Group(found, cells) for (found, _), cells in groups.items()]
+        groups[found].append(cell)
+    return [Group(found, cells) for found, cells in groups.items()]
 
 
 def _turns(
@@ -237,10 +265,10 @@ def _warm_up(runner: Runner, turns: Sequence[Turn], count: int) -> None:
     )
 
 
-def _changes(cell: Cell, config: Recipe) -> dict[str, Any]:
+def _changes(arm: Arm, config: Recipe) -> dict[str, Any]:
     """The options in which an arm differs from the recipe, with its values."""
     before = dict(leaves(config.model_dump(mode="json")))
-    after = leaves(cell.arm.config.model_dump(mode="json"))
+    after = leaves(arm.config.model_dump(mode="json"))
     return {path: value for path, value in after if before.get(path) != value}
 
 

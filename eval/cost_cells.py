@@ -11,7 +11,7 @@ from typing import Literal
 from recipes.scenario import CellConfig, GeometryConfig, Scenario
 from recipes.schema import SystemName
 
-# measured + derived: measured from slices in memory, with the time that reading them takes.
+# measured + derived: measured without a disk, with the time that reading slices from one takes.
 Source = Literal["measured", "given", "derived", "measured + derived"]
 
 # Everything is computed online; the others keep keys and values of chunks.

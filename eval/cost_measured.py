@@ -104,21 +104,20 @@ def measured_cells(comparison: Comparison, scenario: Scenario) -> list[Served]:
 
 
 def _measured(row: _Row, comparison: Comparison, scenario: Scenario) -> Served:
-    cached = row.system not in WITHOUT_CACHE
-    from_memory = cached and comparison.config.store.folder is None
-    if from_memory:
+    if row.system not in WITHOUT_CACHE and comparison.config.store.folder is None:
         read = Figure(slice_bytes(row.active_tokens, scenario), "derived")
     else:
         read = Figure(row.bytes_read, "measured")
-    added_ms = reading_ms(read.value, scenario) if from_memory else 0.0
-    source: Source = "measured + derived" if from_memory else "measured"
+    # Measured times hold no disk: slices come from memory, or a store's from the page cache.
+    added_ms = reading_ms(read.value, scenario)
+    source: Source = "measured + derived" if added_ms else "measured"
     mean_ms = machine_ms = row.ttft_mean_ms + added_ms
     priced = row.system == "online_nuggets" and (
         comparison.config.systems.online_nuggets.extractor == "llm"
     )
     if priced:
         # A mean time without extraction is not recorded; the medians' difference is near it.
-        machine_ms = max(0.0, row.ttft_p50_ms - row.extract_p50_ms)
+        machine_ms = max(0.0, row.ttft_p50_ms - row.extract_p50_ms) + added_ms
     encoding = comparison.offline.get(row.checkpoint)
     rate = None
     if encoding is not None and encoding.chunk_tokens and encoding.seconds:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
 from typing import Literal
 
 from cache_ops.plan import PROMPT
@@ -98,7 +97,7 @@ def _tokens_by_chunk(chunks: Sequence[Chunk], served: Request) -> Counter[str]:
     """Active tokens of each chunk, and of the prompt under `PROMPT`."""
     layout = served.layout
     if layout.online_ids and not layout.plan.slices:
-        return _computed_tokens(chunks, layout.online_ids, served.cut_tokens)
+        return _computed_tokens(chunks, len(layout.online_ids), served.cut)
     counts: Counter[str] = Counter()
     for piece in layout.plan.slices:
         # What is encoded alone is named after its chunk, as in "chunk[start:end]".
@@ -107,13 +106,10 @@ def _tokens_by_chunk(chunks: Sequence[Chunk], served: Request) -> Counter[str]:
 
 
 def _computed_tokens(
-    chunks: Sequence[Chunk], online_ids: Sequence[int], cut_tokens: int
+    chunks: Sequence[Chunk], online_tokens: int, cut: tuple[int, int]
 ) -> Counter[str]:
     """The same of a layout without slices: the prompt, then the chunks less a part cut out."""
-    context = [(token, chunk.chunk_id) for chunk in chunks for token in chunk.token_ids]
-    prompt = len(online_ids) - (len(context) - cut_tokens)
-    # The cut is where the tokens stop following the chunks.
-    pairs = zip(context, online_ids[prompt:], strict=False)
-    head = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], pairs))
-    kept = context[:head] + context[head + cut_tokens :]
-    return Counter({PROMPT: prompt}) + Counter(chunk_id for _, chunk_id in kept)
+    start, end = cut
+    context = [chunk.chunk_id for chunk in chunks for _ in chunk.token_ids]
+    kept = context[:start] + context[end:]
+    return Counter({PROMPT: online_tokens - len(kept), **Counter(kept)})

@@ -36,8 +36,9 @@ def contrasts_among(cells: Iterable[Variant]) -> list[Contrast]:
     """Every difference that follows from which cells there are, by kind.
 
     fine_tuning: fine-tuned minus base, all else equal. ablation: an arm minus the recipe.
-    interaction: what two changes together do beyond the sum of what each does alone. system:
-    another system minus CoinRAG at the same k_c, and at the same k or else CoinRAG's largest.
+    interaction: what two changes together do beyond the sum of what each does alone; only ablations
+    may be joined so, and an arm `a+b` is known by its name. system: another system minus CoinRAG at
+    the same k_c, and at the same k or else CoinRAG's largest.
     """
     found = list(cells)
     made = [
@@ -48,7 +49,7 @@ def contrasts_among(cells: Iterable[Variant]) -> list[Contrast]:
         if cell.arm.count("+") == 1:
             first, second = (cell._replace(arm=arm) for arm in cell.arm.split("+"))
             recipe = cell._replace(arm="")
-            if {first, second, recipe} <= set(found):
+            if len({first, second, recipe}.intersection(found)) == 3:
                 made.append(Contrast("interaction", cell, recipe, (cell, recipe), (first, second)))
     made += [versus("system", cell, other) for cell in found if (other := _coinrag(cell, found))]
     return made

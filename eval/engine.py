@@ -171,6 +171,12 @@ class Engine(Closing):
 
     def _advance(self, running: Sequence[_Running]) -> list[_Running]:
         """One token for every answer under way; those that are not done."""
+        # First passes of their own kind come alone: if one fails, the others are as they were.
+        apart = [one for one in running if one[1].generation.first_pass is not None]
+        if apart and len(running) > 1:
+            together = [one for one in running if one[1].generation.first_pass is None]
+            left = [left for one in apart for left in self._advance([one])]
+            return [*(self._advance(together) if together else []), *left]
         try:
             self._path.advance([request for _, request in running])
         except Exception as error:

@@ -9,44 +9,67 @@ from typing import Any
 from data_builders.nuggets.online import online_identity
 from data_builders.prompt import PromptTemplate
 from eval.environment import machine
+from eval.systems import SYSTEMS
 from recipes.schema import Recipe
+
+# Raised when the same settings come to give other answers or timings.
+VERSION = 2
 
 
 def setting(
-    config: Recipe, dev: Path, template: PromptTemplate, system: str | None = None
+    config: Recipe, dev: Path, template: PromptTemplate, systems: Sequence[str]
 ) -> dict[str, Any]:
-    """What decides answers and timings beside the weights, of one system or of all.
+    """What decides answers and timings of some systems, beside the weights.
 
     `dev` is the content-keyed folder of the questions.
     """
-    store = config.store
-    own = config.systems.model_dump(mode="json")
-    if system is not None:
-        own = own.get(system, {})
-        if system == "online_nuggets":
-            own["extractor"] = online_identity(config)
-        if system == "kvlink":
-            # Untrained link tokens follow from both.
-            own |= {"documents": config.retrieval.k_c, "seed": config.seed}
-    return {
-        "systems": own,
-        "context": config.context.model_dump(mode="json", exclude={"gradient"}),
+    decided: dict[str, Any] = {
+        "version": VERSION,
         "dev_data": dev.name,
         "template": template.digest,
         "dtype": config.model.dtype,
-        "slices": {
-            "from": "disk" if store.folder else "memory",
-            "dtype": store.dtype or config.model.dtype,
-            "check_reads": store.check_reads,
-            "read_threads": store.read_threads,
-        },
-        "order": config.retrieval.order,
-        "overlap": config.retrieval.overlap,
         "max_new_tokens": config.eval.max_new_tokens,
-        "max_prompt_tokens": config.eval.max_prompt_tokens,
         "ttft_repeats": config.eval.ttft_repeats,
         "machine": machine(),
     }
+    if any(name != "standard_rag" for name in systems):
+        decided["slices"] = _slices(config)
+    for name in systems:
+        decided |= _own(config, name)
+    return decided
+
+
+def _slices(config: Recipe) -> dict[str, Any]:
+    store = config.store
+    slices: dict[str, Any] = {
+        "from": "page cache" if store.folder else "memory",
+        "dtype": store.dtype or config.model.dtype,
+    }
+    if store.folder:
+        slices |= {"check_reads": store.check_reads, "read_threads": store.read_threads}
+    return slices
+
+
+def _own(config: Recipe, system: str) -> dict[str, Any]:
+    """What concerns one system, or those of its kind, alone."""
+    own: dict[str, Any] = {}
+    options = config.systems.model_dump(mode="json")
+    if system in options:
+        own[system] = options[system]
+    if SYSTEMS[system].selects_nuggets:
+        own["order"] = config.retrieval.order
+    match system:
+        case "coinrag":
+            own["overlap"] = config.retrieval.overlap
+            own["context"] = config.context.model_dump(mode="json", exclude={"gradient"})
+        case "standard_rag":
+            own["max_prompt_tokens"] = config.eval.max_prompt_tokens
+        case "online_nuggets":
+            own["extractor"] = online_identity(config)
+        case "kvlink":
+            # Untrained link tokens follow from both.
+            own["kvlink"] |= {"documents": config.retrieval.k_c, "seed": config.seed}
+    return own
 
 
 def weights_digest(folder: Path) -> str:

@@ -59,7 +59,9 @@ def trace(answer: Answer, injection: Injection, chunks: Mapping[str, Extracted])
 
     It succeeds where the answer, normalized as for F1, has the target in it.
     """
-    retrieved = [chunks[chunk_id] for chunk_id in answer.chunk_ids]
+    # One-stage selection takes nuggets of chunks beyond the first k_c too.
+    served = [piece["chunk_id"] for piece in answer.evidence]
+    retrieved = [chunks[chunk_id] for chunk_id in {*answer.chunk_ids, *served} if chunk_id]
     # Nuggets made online are not those of the data.
     extracts = answer.system == "coinrag"
     return Trace(

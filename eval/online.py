@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cache_ops.cached import RequestCache
-from cache_ops.encode import encode_chunk
+from cache_ops.encode import encode_chunks
 from cache_ops.plan import PrefixPlan
 from cache_ops.recompute import forward_recomputing, recomputed_tokens
 from cache_ops.rope import Rope
@@ -134,12 +134,14 @@ class OnlinePath:
 
     def _with_online_segments(self, served: Request, cached_TL2HD: Tensor | None) -> Tensor:
         """The prefix in the plan's order, with what no cache can hold encoded now."""
+        names = sorted(served.online_segments)
+        encoded = encode_chunks(self.model, [served.segments[name] for name in names])
+        online = dict(zip(names, encoded, strict=True))
         pieces = []
         taken = 0
         for piece in served.layout.plan.slices:
-            if piece.chunk in served.online_segments:
-                encoded = encode_chunk(self.model, served.segments[piece.chunk])
-                pieces.append(encoded[piece.start : piece.end])
+            if piece.chunk in online:
+                pieces.append(online[piece.chunk][piece.start : piece.end])
                 continue
             assert cached_TL2HD is not None, "the other slices were supplied"
             tokens = piece.end - piece.start

@@ -16,6 +16,7 @@ from cache_ops.plan import PROMPT, PrefixPlan, Slice
 from eval.answers import Answer, Variant
 from eval.cells import Cell
 from eval.checkpoints import Weights, load_served
+from eval.decoding import advance
 from eval.diagnosis import diagnose
 from eval.metrics import exact_match, token_f1
 from eval.online import OnlinePath, OnlineRequest
@@ -90,7 +91,8 @@ class Runner(Closing):
         offline = {"offline_tokens": offline_tokens, "offline_ms": offline_ms}
         first = [self._first_token(cell, question) for cell, question in asked]
         # Only first tokens are timed; the others come for all cells together.
-        self._finish([request for request, _ in first])
+        while unfinished := [r.generation for r, _ in first if not r.generation.done]:
+            advance(self._served.model, unfinished)
         answers = [
             self._answer(cell, question, *given) | offline
             for (cell, question), given in zip(asked, first, strict=True)
@@ -98,7 +100,8 @@ class Runner(Closing):
         for repeat in range(1, self.config.eval.ttft_repeats):
             for at in range(len(asked)):
                 turn = (at + repeat) % len(asked)
-                answers[turn]["ttft_ms"].append(self._first_token_ms(*asked[turn]))
+                _, ttft_ms = self._first_token(*asked[turn])
+                answers[turn]["ttft_ms"].append(ttft_ms)
         return [Answer(**fields) for fields in answers]
 
     def _warm(self, cell: Cell, question: Question) -> int:
@@ -126,22 +129,11 @@ class Runner(Closing):
         request = path.begin(question, cell.system, cell.width)
         path.fill(request)
         path.advance([request])
+        # At once: the next request's slices are to find its memory free.
+        request.release()
+        self._refuse_computed(request)
         assert request.generation.first_token is not None, "one pass gives one token"
         return request, (request.generation.first_token - start) * 1e3
-
-    def _finish(self, requests: Sequence[OnlineRequest]) -> None:
-        """Decodes all answers to their ends."""
-        advance = next(iter(self._paths.values())).advance
-        while unfinished := [one for one in requests if not one.generation.done]:
-            advance(unfinished)
-        for request in requests:
-            request.release()
-            self._refuse_computed(request)
-
-    def _first_token_ms(self, cell: Cell, question: Question) -> float:
-        request, ttft_ms = self._first_token(cell, question)
-        request.release()
-        return ttft_ms
 
     def _answer(
         self, cell: Cell, question: Question, request: OnlineRequest, ttft_ms: float
@@ -151,7 +143,7 @@ class Runner(Closing):
         token_ids, config = generation.token_ids, self._served.model.config
         text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         f1 = token_f1(text, question.answers)
-        shows_text = SYSTEMS[cell.system].selects_nuggets or bool(served.cut_tokens)
+        whole = {chunk.chunk_id: chunk.text for chunk in question.chunks}
         return {
             "key": self._keys[cell.variant],
             "arm": cell.arm.name,
@@ -164,7 +156,10 @@ class Runner(Closing):
             "question": question.question,
             "chunk_ids": [chunk.chunk_id for chunk in question.chunks[: cell.width.k_c]],
             "evidence": [
-                {"chunk_id": piece.chunk_id, "text": piece.text if shows_text else None}
+                {
+                    "chunk_id": piece.chunk_id,
+                    "text": None if piece.text == whole[piece.chunk_id] else piece.text,
+                }
                 for piece in served.evidence
             ],
             "answer": text,

@@ -1,15 +1,17 @@
 """`coinrag ask`: questions answered one after the other, their tokens shown as they come."""
 
+import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
-from launch.commands import Result
+from launch.cache import CHECKPOINTS, Checkpoint
+from launch.commands import RECIPE_HELP, Result, system_name
 from recipes.errors import UserError
 from recipes.files import write_text
 
@@ -20,7 +22,7 @@ def ask(
     arguments: Sequence[str],
     questions: Sequence[str] = (),
     *,
-    checkpoint: Literal["base", "fine_tuned"] = "base",
+    checkpoint: Checkpoint = "base",
     system: str = "coinrag",
     log: str | None = None,
     metrics: str | None = None,
@@ -69,6 +71,31 @@ def ask(
         "prefix tokens: %d from memory, %d from the store, %d computed", memory, disk, computed
     )
     return {"answers": answers}
+
+
+def add_command(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Describe the command to a parser; `add` takes a name and a help text."""
+    command = add("ask", "Answer questions from the built dev passages, token by token.")
+    command.add_argument("arguments", nargs="+", metavar="RECIPE|KEY=VALUE", help=RECIPE_HELP)
+    command.add_argument(
+        "--checkpoint", choices=CHECKPOINTS, default="base", help="whose weights (default base)"
+    )
+    command.add_argument(
+        "--system",
+        metavar="NAME",
+        type=system_name,
+        default="coinrag",
+        help="how it serves, as in eval.systems (default coinrag)",
+    )
+    command.add_argument(
+        "--question",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="a question; may be repeated (default: the lines of stdin)",
+    )
+    command.add_argument("--log", metavar="FILE", help="append a line of JSON for each question")
+    command.add_argument("--metrics", metavar="FILE", help="keep Prometheus text up to date there")
 
 
 def _questions(lines: Iterable[str]) -> Iterator[str]:

@@ -6,12 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, get_args
 
-from launch.commands import RECIPE_HELP, Result
+from launch.commands import RECIPE_HELP, Result, system_name
 from recipes.errors import UserError
 
 Checkpoint = Literal["base", "fine_tuned"]
 StoreDtype = Literal["float32", "bfloat16", "float16", "int8", "float8"]
 CHECKPOINTS: tuple[Checkpoint, ...] = get_args(Checkpoint)
+# They compute their context online, or encode chunks behind the prompt.
+_WITHOUT_CHUNKS = ("standard_rag", "ape", "online_nuggets")
 _DAMAGED_SHOWN = 20
 
 
@@ -24,13 +26,25 @@ class UnrepairedError(UserError):
 
 
 def build(
-    arguments: Sequence[str], *, checkpoint: Checkpoint = "base", remove_others: bool = False
+    arguments: Sequence[str],
+    *,
+    checkpoint: Checkpoint = "base",
+    system: str = "coinrag",
+    remove_others: bool = False,
 ) -> Result:
     """Encode what a checkpoint's store lacks of a recipe's built chunks; what it holds then.
 
+    `eval.runs` may have a `system` answer with weights, and from a store, of its own.
+
     Raises:
-        UserError: the recipe is wrong or has no store, or nothing is built.
+        UserError: the recipe is wrong or has no store, or nothing is built; or the system answers
+            from nothing that can be encoded ahead.
     """
+    if system in _WITHOUT_CHUNKS:
+        raise UserError(
+            f"--system {system}: it answers from no chunks that are encoded alone, so there is "
+            "nothing to be put into a store before it answers"
+        )
     from recipes.resolve import resolve
 
     config = resolve(arguments).config
@@ -38,7 +52,7 @@ def build(
     from data_builders.kv_build import fill_store, tables_to_store
     from eval.checkpoints import load_weights, weights_of
 
-    weights = weights_of(config, checkpoint, "coinrag")
+    weights = weights_of(config, checkpoint, system)
     if weights.context != weights.folder:
         raise UserError(
             "context.gradient=frozen answers from the base model's keys and values: "
@@ -171,6 +185,13 @@ def add_commands(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
         "--checkpoint", choices=CHECKPOINTS, default="base", help="whose weights (default base)"
     )
     command.add_argument(
+        "--system",
+        metavar="NAME",
+        type=system_name,
+        default="coinrag",
+        help="whose run, by eval.runs, the fine-tuned weights are of (default coinrag)",
+    )
+    command.add_argument(
         "--remove-others", action="store_true", help="remove chunks that the tables do not have"
     )
     command = add("verify", "Compare every checksum of a store, and name what is damaged.")
@@ -193,6 +214,7 @@ def call(arguments: argparse.Namespace) -> Result:
             return build(
                 arguments.arguments,
                 checkpoint=arguments.checkpoint,
+                system=arguments.system,
                 remove_others=arguments.remove_others,
             )
         case "verify":

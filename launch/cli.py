@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launch import cache, cost
-from launch.ask import ask
-from launch.cache import CHECKPOINTS, UnrepairedError
+from launch import ask, cache, cost
+from launch.cache import UnrepairedError
 from launch.commands import (
     RECIPE_HELP,
     Result,
@@ -28,8 +27,6 @@ from launch.commands import (
     world,
 )
 from recipes.exit import INTERRUPTED, OK, USERS, Ending, run
-
-SYSTEMS = ("coinrag", "turborag", "standard_rag")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
         ("build", "Build training and dev tables from raw questions and passages."),
         ("train", "Fine-tune the model on the built training table."),
         ("compare", "Measure F1, EM and TTFT of systems, before and after fine-tuning."),
-        ("ask", "Answer questions from the built dev passages, token by token."),
     ):
         command = add(name, text)
         command.add_argument("arguments", nargs="+", metavar="RECIPE|KEY=VALUE", help=RECIPE_HELP)
@@ -55,8 +51,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--processes", type=_positive, default=1, help="ranks on this machine (default 1)"
             )
-        if name == "ask":
-            _add_ask_flags(command)
+    ask.add_command(add)
     stores = commands.add_parser("cache", help="Keep stores of chunks' keys and values.")
     cache.add_commands(
         _adder(stores.add_subparsers(dest="cache_command", required=True, metavar="COMMAND"))
@@ -104,24 +99,6 @@ def _adder(commands: Any) -> Callable[[str, str], argparse.ArgumentParser]:
         return command
 
     return add
-
-
-def _add_ask_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--checkpoint", choices=CHECKPOINTS, default="base", help="whose weights (default base)"
-    )
-    command.add_argument(
-        "--system", choices=SYSTEMS, default="coinrag", help="how it serves (default coinrag)"
-    )
-    command.add_argument(
-        "--question",
-        metavar="TEXT",
-        action="append",
-        default=[],
-        help="a question; may be repeated (default: the lines of stdin)",
-    )
-    command.add_argument("--log", metavar="FILE", help="append a line of JSON for each question")
-    command.add_argument("--metrics", metavar="FILE", help="keep Prometheus text up to date there")
 
 
 def _add_build_flags(command: argparse.ArgumentParser) -> None:
@@ -228,7 +205,7 @@ def _call(arguments: argparse.Namespace) -> Result:
         case "compare":
             return compare(arguments.arguments)
         case "ask":
-            return ask(
+            return ask.ask(
                 arguments.arguments,
                 arguments.question,
                 checkpoint=arguments.checkpoint,
@@ -285,7 +262,8 @@ def _show(arguments: argparse.Namespace, result: Result) -> None:
             print(result["folder"])
         case "inject":
             print(f"{result['attacked']} of {result['questions']} questions attacked; measure with")
-            print(f"  coinrag compare RECIPE {shlex.join(result['overrides'])}")
+            for step in ("build", "compare"):
+                print(f"  coinrag {step} RECIPE {shlex.join(result['overrides'])}")
             for reason, count in result["skipped"].items():
                 print(f"left as they are, {reason}: {count}")
 

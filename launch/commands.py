@@ -3,6 +3,7 @@
 What is heavy is imported by the command that needs it.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,20 @@ class TrainingFailedError(Exception):
     def __init__(self, ending: Ending) -> None:
         super().__init__(ending.message)
         self.ending = ending
+
+
+def system_name(text: str) -> str:
+    """A system's name on the command line, checked against those of a recipe.
+
+    Raises:
+        ArgumentTypeError: there is no such system.
+    """
+    # Not as `choices`, which would have the recipes' schema loaded for help.
+    from recipes.schema import SystemName
+
+    if text not in (names := get_args(SystemName)):
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {text!r}")
+    return text
 
 
 def build(

@@ -35,6 +35,8 @@ def arms_of(config: Recipe) -> list[Arm]:
     named += [(arm.name, tuple(arm.systems), list(arm.set)) for arm in config.eval.arms]
     arms = [Arm("", config, tuple(config.eval.systems))]
     for name, systems, changes in named:
+        if "+" in name and name not in config.eval.ablations:
+            raise UserError(f"arm {name!r}: a name with + stands for two ablations at once")
         for change in changes:
             section = change.partition("=")[0].partition(".")[0]
             if section in _FIXED and not change.startswith("eval.runs."):

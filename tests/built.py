@@ -45,6 +45,10 @@ def patch_built(
         ],
         chunks,
     )
-    monkeypatch.setattr(eval.compare, "built_folder", lambda config, split: folder / "built-1")
+    monkeypatch.setattr(
+        eval.compare,
+        "built_folder",
+        lambda config, split: folder / f"{config.retrieval.selection}-{config.data.chunk_tokens}",
+    )
     monkeypatch.setattr(eval.compare, "load_built", lambda config, split: built)
     return built

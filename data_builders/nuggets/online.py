@@ -62,11 +62,11 @@ def open_online_extractor(config: Recipe) -> OnlineExtractor:
         UserError, ModelNotFoundError: the model's section is missing from the recipe, or see
             `local_model.load_asked_model` and `llm.chats.open_asked_model`.
     """
-    options, nuggets = config.systems.online_nuggets, config.nuggets
-    if options.extractor == "rules":
+    nuggets, style = _own_nuggets(config), config.systems.online_nuggets.style
+    if nuggets.extractor == "rules":
         return _extract_by_rules
-    ask = _open_model(nuggets, options.extractor, config.retrieval.k_c)
-    style, threshold = options.style, nuggets.fuzzy_threshold
+    ask = _open_model(nuggets, config.retrieval.k_c)
+    threshold = nuggets.fuzzy_threshold
     dropped: Counter[str] = Counter()
 
     def extract(question: str, chunks: Sequence[Chunk]) -> list[OnlineNugget]:
@@ -87,35 +87,43 @@ def online_identity(config: Recipe) -> dict[str, Any]:
     """Everything beside question and chunks that decides an extractor's nuggets, as JSON values.
 
     Raises:
-        UserError: the local model is not there.
+        UserError: the model's section is missing from the recipe, or the local model is not there.
     """
-    options, nuggets = config.systems.online_nuggets, config.nuggets
-    own = nuggets.model_copy(update={"extractor": options.extractor})
+    nuggets = _own_nuggets(config)
     return {
-        **extractor_identity(own),
+        **extractor_identity(nuggets),
         "question_prompt": QUESTION_PROMPT_VERSION,
-        "style": options.style,
+        "style": config.systems.online_nuggets.style,
         "fuzzy_threshold": nuggets.fuzzy_threshold,
     }
 
 
+def _own_nuggets(config: Recipe) -> NuggetsConfig:
+    """The recipe's `nuggets` with the extractor of `systems.online_nuggets` in place of its own."""
+    extractor = config.systems.online_nuggets.extractor
+    # A recipe is checked for it, but not where online nuggets are an arm's alone.
+    if extractor != "rules" and getattr(config.nuggets, extractor) is None:
+        raise UserError(
+            f"systems.online_nuggets.extractor {extractor} needs the section nuggets.{extractor}"
+        )
+    return config.nuggets.model_copy(update={"extractor": extractor})
+
+
 def _open_model(
-    nuggets: NuggetsConfig, extractor: str, chunks: int
+    nuggets: NuggetsConfig, chunks: int
 ) -> Callable[[Sequence[Messages]], list[list[str]]]:
     """A function from chats to each one's candidates; `chunks` chats will come at once."""
-    if extractor == "local_model" and nuggets.local_model is not None:
+    if nuggets.extractor == "local_model":
+        assert nuggets.local_model is not None, "checked by _own_nuggets"
         from data_builders.nuggets.local_model import load_asked_model
 
         # Whoever waits for one question is helped by its chunks sharing a forward pass.
         batch = nuggets.local_model.batch_size or chunks
         return load_asked_model(nuggets.local_model.model_copy(update={"batch_size": batch}))
-    if extractor == "llm" and nuggets.llm is not None:
-        from data_builders.nuggets.llm.chats import open_asked_model
+    assert nuggets.llm is not None, "checked by _own_nuggets"
+    from data_builders.nuggets.llm.chats import open_asked_model
 
-        return open_asked_model(nuggets.llm)
-    raise UserError(
-        f"systems.online_nuggets.extractor {extractor} needs the section nuggets.{extractor}"
-    )
+    return open_asked_model(nuggets.llm)
 
 
 def _extract_by_rules(question: str, chunks: Sequence[Chunk]) -> list[OnlineNugget]:

@@ -69,8 +69,14 @@ class Request:
     """Chunks of the plan that depend on the question, so that no cache can hold them."""
     extract_ms: float = 0.0
     """Of the time to first token, what a call of a nugget extractor took."""
-    cut_tokens: int = 0
-    """Tokens of the context that were left out because the prompt was too long."""
+    cut: tuple[int, int] = (0, 0)
+    """The context tokens [start, end) that were left out because the prompt was too long."""
+
+    @property
+    def cut_tokens(self) -> int:
+        """How many tokens of the context were left out."""
+        start, end = self.cut
+        return end - start
 
     def prefix_ids(self) -> list[int]:
         """The tokens of the cached prefix, in the order of the plan."""

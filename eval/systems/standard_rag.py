@@ -34,7 +34,7 @@ def request(question: Question, width: Width, serving: Serving) -> Request:
         layout=computed([*prompt_ids, *context_ids[:start], *context_ids[end:]]),
         segments={},
         evidence=evidence,
-        cut_tokens=end - start,
+        cut=(start, end),
     )
 
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from cache_ops.assemble import gather
 from cache_ops.attention import PACKED
 from cache_ops.cached import RequestCache, enable_cached, forward_cached
-from cache_ops.encode import encode_chunk
+from cache_ops.encode import encode_chunk, encode_chunks
+from cache_ops.fingerprint import weights_digest
 from cache_ops.layout import Layout, computed, linked_chunks, whole_chunks
 from cache_ops.links import add_links, links_of, take_links
 from cache_ops.packing import Example, pack
@@ -315,6 +316,27 @@ def test_link_ids_lie_beyond_every_row_of_the_vocabulary() -> None:
     assert len(torch.unique(rows, dim=0)) == 15, "every link token is distinct"
     assert take_links(model) is not None
     assert model.get_input_embeddings() is plain
+
+
+def test_links_leave_the_identity_of_the_weights() -> None:
+    plain, linked = tiny_model("qwen2"), tiny_model("qwen2")
+    add_links(linked, documents=2, per_document=1, seed=0)
+    assert weights_digest(linked) == weights_digest(plain)
+
+
+def test_links_are_kept_in_fp32() -> None:
+    model = tiny_model("qwen2").bfloat16()
+    links = add_links(model, documents=1, per_document=2, seed=0)
+    linked = links_of(model)
+    assert linked is not None
+    assert linked.links_ND.dtype == torch.float32
+    assert linked(torch.tensor([[1, *links.ids(1)[0]]])).dtype == torch.bfloat16
+
+
+def test_chunks_encoded_together_are_those_encoded_alone(model: PreTrainedModel) -> None:
+    chunks = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
+    for together, ids in zip(encode_chunks(model, chunks), chunks, strict=True):
+        close(together, encode_chunk(model, ids), 1e-5)
 
 
 def test_a_slice_between_link_tokens_stays_in_order() -> None:

@@ -19,7 +19,6 @@ from data_builders.nuggets.online_instructions import question_messages
 from data_builders.nuggets.rules import rules
 from data_builders.tables import Chunk
 from recipes.errors import UserError
-from recipes.resolve import resolve
 from recipes.schema import Recipe
 
 QUESTION = "Where was the painter of the harbour born?"
@@ -168,8 +167,9 @@ def test_rules_rank_all_candidates_by_rare_shared_words(texts):
 
 def test_a_model_that_the_recipe_does_not_describe_is_named():
     for extractor in ("local_model", "llm"):
-        with pytest.raises(UserError, match=f"needs the section nuggets.{extractor}"):
-            open_online_extractor(recipe(extractor))
+        for of in (open_online_extractor, online_identity):
+            with pytest.raises(UserError, match=f"needs the section nuggets.{extractor}"):
+                of(recipe(extractor))
         with pytest.raises(UserError, match=f"nuggets.{extractor} .*: online_nuggets needs it"):
             resolve(
                 [

@@ -234,7 +234,9 @@ def test_slices_from_a_store_give_the_answers_of_memory_and_are_loaded_inside_th
     compare(stored)
     from_disk = read_answers(output(config) / "answers.jsonl")
     assert without_times(from_disk) == without_times(in_memory)
-    assert {answer.key for answer in from_disk}.isdisjoint(a.key for a in in_memory)
+    # What caches nothing does not depend on where slices come from.
+    shared = {answer.key for answer in from_disk} & {answer.key for answer in in_memory}
+    assert shared == {a.key for a in in_memory if a.system == "standard_rag"}
     for answer in from_disk:
         # fp32 keys and values of 2 layers, 2 heads and 16 dimensions.
         cached = answer.active_tokens if answer.system != "standard_rag" else 0

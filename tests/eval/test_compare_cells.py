@@ -9,8 +9,10 @@ from typing import Any, get_args
 import pytest
 from built import BuiltTables, patch_built
 from tiny import tiny_model
+from torch import Tensor
 
-from cache_ops.links import add_links, save_links, take_links
+from cache_ops.links import LinksNotFoundError, add_links, save_links, take_links
+from cache_ops.supply import Supply
 from data_builders.tables import Chunk
 from eval.answers import Answer, read_answers
 from eval.cells import cells_of
@@ -129,11 +131,44 @@ def test_arms_of_ones_own(recipe: MakeRecipe) -> None:
         ([{"name": "x", "set": ["eval.systems=[turborag]"]}], "arm 'x': eval.systems"),
         ([{"name": "x", "set": ["retrieval.k_cc=1"]}], "did you mean retrieval.k_c"),
         ([{"name": "x", "set": ["retrieval.k=0"]}], "retrieval.k"),
+        ([{"name": "x+y", "set": ["retrieval.k=2"]}], "'x.y': a name with"),
     ],
 )
 def test_mistakes_in_arms_are_told(recipe: MakeRecipe, arms: Any, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("[", r"\[")):
         arms_of(recipe(arms=arms))
+
+
+def test_an_arm_that_changes_nothing_is_refused(recipe: MakeRecipe) -> None:
+    idle = {"name": "noise", "set": ["raft.noise_probability=0.5"]}
+    config = recipe(systems=["coinrag"], checkpoints=["base"], arms=[idle])
+    with pytest.raises(UserError, match=r"'noise' changes nothing .*eval\.runs\.coinrag"):
+        compare(config)
+    # Rotation is CoinRAG's alone.
+    other = {"name": "x", "systems": ["turborag"], "set": ["context.positions=original"]}
+    with pytest.raises(UserError, match="'x' changes nothing that decides an answer of turborag"):
+        compare(recipe(checkpoints=["base"], arms=[other]))
+    assert not (Path(config.train.run_folder) / "compare").exists()
+
+
+def test_timed_requests_find_used_buffers(
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = []
+    take = Supply._take_buffer
+
+    def counted(self: Supply, needed: int) -> Tensor:
+        before = len(self._free)
+        buffer = take(self, needed)
+        fresh.append(len(self._free) == before)
+        return buffer
+
+    monkeypatch.setattr(Supply, "_take_buffer", counted)
+    systems = [name for name in ALL if name != "online_nuggets"]
+    compare(recipe(systems=systems, checkpoints=["base"], warmup_questions=1, ttft_repeats=2))
+    # The prompt and whole chunks of the warm-up's first question are the largest.
+    assert len(fresh) > 100
+    assert not any(fresh[20:])
 
 
 @pytest.mark.parametrize("names", [["isolate"], ["isolated+rotation"], ["isolated", "isolated"]])
@@ -170,8 +205,13 @@ def test_trained_link_tokens_are_served_and_others_refused(
     two = with_changes(config, ["systems.kvlink.link_tokens=2"])
     compare(two)
     tuned = [a for a in answers_of(two) if a.checkpoint == "fine_tuned"]
-    with pytest.raises(UserError, match=r"trained with 2 link tokens a document, .* asks for 5"):
-        compare(config)
+    for other in (5, 0):
+        asked = with_changes(config, [f"systems.kvlink.link_tokens={other}"])
+        with pytest.raises(UserError, match=f"trained with 2 link tokens .* asks for {other}"):
+            compare(asked)
+    unlinked = with_changes(two, ["eval.runs.kvlink=null"])
+    with pytest.raises(LinksNotFoundError, match="holds no link tokens"):
+        compare(unlinked)
     # Other link tokens on the same weights are other answers.
     model = tiny_model("qwen2", seed=7)
     add_links(model, 3, 2, seed=1)

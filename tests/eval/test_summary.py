@@ -163,10 +163,13 @@ def test_arms_are_compared_with_the_recipe_and_pairs_with_their_parts() -> None:
         *answers_of([1.0, 0.4, 0.6, 0.4], arm="b"),
         *answers_of([0.5, 0.4, 0.2, 0.4], arm="a+b"),
         *answers_of([0.5, 0.4, 0.2, 0.4], arm="a+c"),
+        # No pair: the part would count twice.
+        *answers_of([0.5, 0.8, 0.6, 0.4], arm="a+a"),
     ]
     recipe = Variant("", "base", "coinrag", 5, 10)
     found = differences(made, "ablation")
-    assert set(found) == {(recipe._replace(arm=arm), recipe) for arm in ("a", "b", "a+b", "a+c")}
+    arms = ("a", "b", "a+b", "a+c", "a+a")
+    assert set(found) == {(recipe._replace(arm=arm), recipe) for arm in arms}
     assert found[recipe._replace(arm="a"), recipe]["mean"] == pytest.approx(-12.5)
     ((cells, row),) = differences(made, "interaction").items()
     assert cells == (recipe._replace(arm="a+b"), recipe)

@@ -26,7 +26,7 @@ def asked(*questions: str) -> list[str]:
     return [word for question in questions for word in ("--question", question)]
 
 
-@pytest.mark.parametrize("system", ["coinrag", "turborag", "standard_rag"])
+@pytest.mark.parametrize("system", ["coinrag", "kvlink", "standard_rag"])
 def test_each_system_answers(built, capsys, tmp_path, system):
     files = {name: tmp_path / "out" / name for name in ("log.jsonl", "metrics.prom")}
     (tmp_path / "out").mkdir()

@@ -265,6 +265,27 @@ def test_a_folder_without_a_store_is_told(run, tmp_path, command):
     assert f"no store at {tmp_path / 'nothing'}" in told["error"]
 
 
+def test_a_systems_own_run_has_a_store_of_its_own(recipe, run, tmp_path):
+    run("build", *recipe())
+    (tmp_path / "run").rename(tmp_path / "turbo")
+    arguments = recipe(f"eval.runs.turborag={tmp_path / 'turbo'}", "store.keep=chunks")
+    words = ["cache", "build", *arguments, "--checkpoint", "fine_tuned"]
+    assert "no fine-tuned checkpoint" in run(*words, status=2)["error"]
+    folder = Path(run(*words, "--system", "turborag")["folder"])
+    assert folder.name.startswith("fine_tuned-")
+    with Store.open(folder) as store:
+        layout = store.layout
+    chunks = wanted(arguments, whole=True)
+    assert_same(records_of(folder), expected(tmp_path / "turbo" / "checkpoint", chunks, layout))
+
+
+@pytest.mark.parametrize("system", ["standard_rag", "ape", "online_nuggets"])
+def test_a_system_without_chunks_of_its_own_fills_no_store(recipe, run, tmp_path, system):
+    told = run("cache", "build", *recipe(), "--system", system, status=2)
+    assert f"--system {system}: it answers from no chunks" in told["error"]
+    assert not (tmp_path / "stores").exists()
+
+
 def test_results_read_well(recipe, filled, capsys):
     for words, text in (
         (["build", *recipe()], "37 chunks of"),

@@ -7,11 +7,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import launch
 from launch import cli
+from recipes.schema import SystemName
 
 ROOT = Path(launch.__file__).resolve().parent.parent
 
@@ -43,6 +45,7 @@ SURFACE = {
         "--help",
         "--json",
         "--remove-others",
+        "--system",
         "-h",
         "RECIPE|KEY=VALUE",
     ],
@@ -142,6 +145,7 @@ def test_flags_may_stand_among_the_arguments() -> None:
         ["cache", "stat", "a", "b"],
         ["cache", "export", "a", "b", "--dtype", "int4"],
         ["ask", "quickstart", "--system", "rag"],
+        ["cache", "build", "quickstart", "--system", "rag"],
     ],
 )
 def test_usage_errors_end_with_two(
@@ -151,6 +155,13 @@ def test_usage_errors_end_with_two(
         cli.parse(arguments)
     assert caught.value.code == 2
     assert "usage: coinrag" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["ask"], ["cache", "build"]])
+def test_every_system_of_a_recipe_is_taken(command: list[str]) -> None:
+    for name in get_args(SystemName):
+        assert cli.parse([*command, "quickstart", "--system", name]).system == name
+    assert cli.parse([*command, "quickstart"]).system == "coinrag"
 
 
 @pytest.mark.parametrize("command", ["build", "train", "compare", "ask", "cache build"])
@@ -257,8 +268,11 @@ def test_a_test_set_for_prompt_injection_comes_with_the_settings_that_measure_it
     words = ["inject", str(tmp_path / "dev.jsonl"), str(out)]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("2 of 2 questions attacked; measure with\n  coinrag compare RECIPE ")
-    _, _, _, *overrides = shlex.split(shown.splitlines()[1])
+    told, *steps = shown.splitlines()
+    assert told == "2 of 2 questions attacked; measure with"
+    (*build, built), (*compare, overrides) = ([*s[:3], s[3:]] for s in map(shlex.split, steps))
+    assert (build, compare) == (["coinrag", "build", "RECIPE"], ["coinrag", "compare", "RECIPE"])
+    assert built == overrides
     config = resolve(["quickstart", *overrides]).config
     assert config.data.dev == [str(out / "questions.jsonl")]
     assert (config.data.dev_format, config.eval.output) == ("jsonl", str(out / "compare"))
