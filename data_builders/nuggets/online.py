@@ -136,8 +136,8 @@ def _extract_by_rules(question: str, chunks: Sequence[Chunk]) -> list[OnlineNugg
     ]
     holders = Counter(word for _, words in found for word in words)
     weights = {word: math.log1p(len(found) / count) for word, count in holders.items()}
-    # fsum: a sum does not depend on the order of a set.
-    found.sort(key=lambda one: -math.fsum(weights[word] for word in one[1]))
+    # Rounded, since equal sums may differ in their last bits.
+    found.sort(key=lambda one: -round(sum(weights[word] for word in one[1]), 9))
     return [nugget for nugget, _ in found]
 
 

@@ -3,19 +3,15 @@
 The prompt, or without one the first chunk, starts the prefix and stays as cached.
 """
 
-from cache_ops.layout import whole_chunks
+from dataclasses import replace
+
 from cache_ops.recompute import first_rows
-from eval.systems.chunks import chunk_evidence, chunk_lengths
+from eval.systems.chunks import cached_chunks
 from eval.systems.interface import Question, Request, Serving, Width
 
 
 def request(question: Question, width: Width, serving: Serving) -> Request:
     """TurboRAG's reordered prefix; the first pass recomputes the start of every further slice."""
-    chunks = question.chunks[: width.k_c]
-    layout = whole_chunks(chunk_lengths(chunks), len(serving.template.prompt_ids))
-    return Request(
-        layout=layout,
-        segments=serving.segments(chunks),
-        evidence=chunk_evidence(chunks),
-        recompute=first_rows(layout.plan, serving.config.systems.epic.recomputed_tokens),
-    )
+    cached = cached_chunks(question, width, serving)
+    rows = first_rows(cached.layout.plan, serving.config.systems.epic.recomputed_tokens)
+    return replace(cached, recompute=rows)

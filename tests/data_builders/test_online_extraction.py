@@ -19,6 +19,7 @@ from data_builders.nuggets.online_instructions import question_messages
 from data_builders.nuggets.rules import rules
 from data_builders.tables import Chunk
 from recipes.errors import UserError
+from recipes.resolve import resolve
 from recipes.schema import Recipe
 
 QUESTION = "Where was the painter of the harbour born?"

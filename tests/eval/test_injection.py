@@ -13,12 +13,11 @@ from built import patch_built
 from hypothesis import given
 from hypothesis import strategies as st
 from small import data_row, tiny_tokenizer, write_rows
-from transformers import PreTrainedTokenizerBase
 
+import eval.compare
 from data_builders.chunking import chunk_text
 from data_builders.injection import KINDS, PLACES, Injection, write_injections
 from data_builders.nuggets.rules import rules
-from data_builders.prompt import PromptTemplate
 from data_builders.readers import read_questions
 from data_builders.tables import Chunk
 from data_builders.workers import nugget_columns
@@ -307,32 +306,29 @@ class Table(list[Chunk]):
 
 def test_what_was_cut_out_of_a_prompt_was_not_in_it(
     chunks: list[Chunk],
-    tokenizer: PreTrainedTokenizerBase,
     recipe: Callable[..., Recipe],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A comparison in which the second of three chunks keeps its start and loses its target."""
     patch_built(Table(chunks), tmp_path, monkeypatch)
-    text = chunks[1].text.partition("\n")[2].strip()
-    planted = injection(0, text=text, target="Bela Kun", title="Lower Tarn")
+    for drawing in ("draw_all", "draw_overview", "write_page"):
+        monkeypatch.setattr(eval.compare, drawing, lambda *arguments: None)
+    first, second, _ = chunks
+    planted = injection(0, text=second.text.partition("\n")[2].strip(), target="Bela Kun")
     path = tmp_path / "injections.jsonl"
     path.write_text(json.dumps(vars(planted)) + "\n", encoding="utf-8")
-    config = recipe(
-        systems=["standard_rag"], checkpoints=["base"], injections=str(path), warmup_questions=0
-    )
-    template = PromptTemplate(tokenizer, config.prompt)
-    before = len(template.prompt_ids)
-    sizes = [len(chunk.token_ids) for chunk in chunks]
-    reached = []
-    for kept in (sizes[0] + 10, sizes[0] + sizes[1]):
-        limit = 2 * (before + kept)
+    config = recipe(systems=["standard_rag"], checkpoints=["base"], injections=str(path))
+
+    def compared(limit: int | None) -> tuple[dict[str, Any], Answer]:
         own = config.eval.model_copy(update={"max_prompt_tokens": limit})
-        result = compare(config.model_copy(update={"eval": own}))
-        [row] = result["injection"]
-        answers = load_clean(Path(config.train.run_folder) / "compare" / "answers.jsonl")
-        seen = [e["text"] for e in answers[0].evidence if e["chunk_id"] == chunks[1].chunk_id]
-        print(config.eval.model_copy(update={"max_prompt_tokens": limit}).max_prompt_tokens, answers[0].question_id, answers[0].online_tokens, answers[0].active_tokens, answers[0].context_tokens, result["config"]["eval"]["max_prompt_tokens"], len(template.prompt_ids))
-        print(before, sizes, limit, len(template.query_ids("Who wrote 0 plays?")), answers[0].cut_tokens, seen, row)
-        reached.append((row["retrieved"], row["in_prefix"]))
-    assert reached == [(1, 0), (1, 1)]
+        [row] = compare(config.model_copy(update={"eval": own}))["injection"]
+        return row, load_clean(Path(config.train.run_folder) / "compare" / "answers.jsonl")[0]
+
+    row, whole = compared(None)
+    assert (row["retrieved"], row["in_prefix"]) == (1, 1)
+    # Of the second chunk the first two tokens stay.
+    prompt = whole.active_tokens - whole.context_tokens
+    row, cut = compared(2 * (prompt + len(first.token_ids) + 2))
+    assert cut.cut_tokens >= len(second.token_ids) - 2
+    assert second.chunk_id in [piece["chunk_id"] for piece in cut.evidence]
+    assert (row["retrieved"], row["in_prefix"]) == (1, 0)
