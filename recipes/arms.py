@@ -5,7 +5,7 @@ A change is an ablation of `recipes.ablations` or a setting of the user's own, `
 
 from dataclasses import dataclass
 
-from recipes.ablations import changes_of
+from recipes.ablations import ABLATIONS, changes_of
 from recipes.errors import UserError
 from recipes.resolve import with_changes
 from recipes.schema import Recipe
@@ -35,8 +35,8 @@ def arms_of(config: Recipe) -> list[Arm]:
     named += [(arm.name, tuple(arm.systems), list(arm.set)) for arm in config.eval.arms]
     arms = [Arm("", config, tuple(config.eval.systems))]
     for name, systems, changes in named:
-        if "+" in name and name not in config.eval.ablations:
-            raise UserError(f"arm {name!r}: a name with + stands for two ablations at once")
+        if name not in config.eval.ablations and ("+" in name or name in ABLATIONS):
+            raise UserError(f"arm {name!r}: the names of ablations, and + between two, are taken")
         for change in changes:
             section = change.partition("=")[0].partition(".")[0]
             if section in _FIXED and not change.startswith("eval.runs."):

@@ -305,6 +305,8 @@ class EvalConfig(Section):
                 close = get_close_matches(part, ABLATIONS, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ABLATIONS)}"
                 raise mistake(f"no ablation {part!r}; {hint}")
+        # Both orders of a pair, and one twice over, are the same changes.
+        refuse_repeats(["+".join(sorted({*name.split("+")})) for name in names])
         return names
 
     @field_validator("arms")

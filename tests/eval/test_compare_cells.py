@@ -131,7 +131,8 @@ def test_arms_of_ones_own(recipe: MakeRecipe) -> None:
         ([{"name": "x", "set": ["eval.systems=[turborag]"]}], "arm 'x': eval.systems"),
         ([{"name": "x", "set": ["retrieval.k_cc=1"]}], "did you mean retrieval.k_c"),
         ([{"name": "x", "set": ["retrieval.k=0"]}], "retrieval.k"),
-        ([{"name": "x+y", "set": ["retrieval.k=2"]}], "'x.y': a name with"),
+        ([{"name": "x+y", "set": ["retrieval.k=2"]}], "'x.y': the names"),
+        ([{"name": "isolated", "set": ["retrieval.k=2"]}], "'isolated': the names"),
     ],
 )
 def test_mistakes_in_arms_are_told(recipe: MakeRecipe, arms: Any, message: str) -> None:
@@ -171,7 +172,15 @@ def test_timed_requests_find_used_buffers(
     assert not any(fresh[20:])
 
 
-@pytest.mark.parametrize("names", [["isolate"], ["isolated+rotation"], ["isolated", "isolated"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["isolate"],
+        ["isolated+rotation"],
+        ["isolated", "isolated"],
+        ["isolated+isolated", "isolated"],
+    ],
+)
 def test_unknown_or_repeated_ablations_are_refused(recipe: MakeRecipe, names: list[str]) -> None:
     with pytest.raises(ValueError, match=r"did you mean|expected each entry once"):
         recipe(ablations=names)
