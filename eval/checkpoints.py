@@ -73,6 +73,21 @@ def _base_folder(path: str) -> Path:
     return Path(str(cached_file(path, "config.json", local_files_only=True))).parent
 
 
+def check_links(config: Recipe, weights: Weights) -> None:
+    """Passes weights that have the link tokens that a recipe asks KVLink for.
+
+    Raises:
+        UserError: they were trained with another number a document, or without any.
+    """
+    wanted, trained = config.systems.kvlink.link_tokens, links_saved_in(weights.folder)
+    if weights.trained and trained != wanted:
+        raise UserError(
+            f"{weights.folder} was trained with {trained} link tokens a document, "
+            f"systems.kvlink.link_tokens asks for {wanted}; eval.runs.kvlink names a run of "
+            "train.system=kvlink"
+        )
+
+
 @dataclass(frozen=True)
 class Served(Closing):
     """Weights in memory, with what supplies their slices; a context manager."""
@@ -86,24 +101,17 @@ class Served(Closing):
         """KVLink's link tokens as a recipe asks for them: those trained, or the base's untrained.
 
         Raises:
-            UserError: the weights were trained with another number a document.
-            LinksNotFoundError: they were trained without.
+            UserError: see `check_links`.
         """
-        wanted, folder = config.systems.kvlink.link_tokens, self.weights.folder
+        check_links(config, self.weights)
+        wanted = config.systems.kvlink.link_tokens
         if wanted and (documents, wanted) not in self._links:
             if self.weights.trained:
-                links = load_links(self.model, folder)
+                links = load_links(self.model, self.weights.folder)
             else:
                 links = add_links(self.model, documents, wanted, config.seed)
             self._links[documents, wanted] = links
-        found = self._links.get((documents, wanted))
-        trained = found.per_document if found else links_saved_in(folder)
-        if self.weights.trained and trained != wanted:
-            raise UserError(
-                f"{folder} was trained with {trained} link tokens a document, "
-                f"systems.kvlink.link_tokens asks for {wanted}"
-            )
-        return found
+        return self._links.get((documents, wanted))
 
     def close(self) -> None:
         """Closes what supplies slices."""

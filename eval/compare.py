@@ -6,35 +6,38 @@ machine. Cells of different weights, and those that a later run adds, are timed 
 on a machine that is not quiet, compare times within one set of weights.
 """
 
+import fcntl
 import json
 import logging
+import os
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from cache_ops.hf import load_tokenizer
-from data_builders.build import built_folder, load_built
-from data_builders.injection import Injection
+from cache_ops.hf import load_config, load_tokenizer
+from data_builders.build import built_folder
 from data_builders.prompt import PromptTemplate
-from data_builders.tables import Chunk
-from eval.answers import Variant, append_answers, read_answers, resume_answers
+from eval.answers import Answer, Variant, append_answers, read_answers, resume_answers
 from eval.cells import Cell, cells_of
-from eval.checkpoints import Weights, weights_of
+from eval.checkpoints import Weights, check_links, weights_of
 from eval.environment import environment
 from eval.figures import draw_all, draw_overview
 from eval.identity import answer_key, setting, weights_digest
-from eval.injection import load_clean, load_injections, refuse_clean_data, score
+from eval.injection import load_clean, score
 from eval.page import write_page
+from eval.questions import arm_questions, planted, shown_chunks
 from eval.runner import Runner
 from eval.summary import summarize
 from eval.systems import Question
+from eval.systems.cacheblend import check_blend
 from recipes.arms import Arm
 from recipes.errors import UserError
 from recipes.fields import leaves
@@ -62,6 +65,18 @@ class Group:
         return f"{self.cells[0].checkpoint} weights of {self.weights.folder} ({', '.join(systems)})"
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that is to be measured, checked before anything is written."""
+
+    config: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    weights: Mapping[Cell, Weights]
+    questions: Mapping[str, Mapping[str, Question]]
+    """By arm and question id."""
+    keys: Mapping[Variant, str]
+
+
 def compare(config: Recipe) -> dict[str, Any]:
     """Measure every cell of the recipe's `eval` section.
 
@@ -71,49 +86,109 @@ def compare(config: Recipe) -> dict[str, Any]:
     again after a kill, it goes on with the answers that are missing; those given under another
     setting, by other weights or on another machine are moved to `answers.previous.jsonl`.
 
-    Raises UserError for no built dev data and for no fine-tuned checkpoint, ModelNotFoundError for
-    no base model, before anything is written.
+    Raises UserError for no built dev data, for weights that do not fit what is asked of them, for
+    an arm that changes nothing, and for a folder that another comparison writes into;
+    ModelNotFoundError for no base model. All before anything is written.
     """
     start = time.perf_counter()
+    planned = _plan(config)
+    injections = planted(config)
+    clean = load_clean(Path(config.eval.injection_clean)) if config.eval.injection_clean else []
+    output = Path(config.eval.output or Path(config.train.run_folder) / "compare")
+    with _alone_in(output):
+        answers = _answers(planned, output / "answers.jsonl")
+        result = {"recipe": config.name, **_summary(planned, answers)}
+        result["seconds_this_run"] = time.perf_counter() - start
+        if injections:
+            result["injection"] = score(
+                answers,
+                injections,
+                lambda arm, question_id: planned.questions[arm][question_id].chunks,
+                clean=clean,
+                resamples=config.eval.bootstrap_resamples,
+                seed=config.seed,
+            )
+        text = json.dumps(result, indent=1, ensure_ascii=False)
+        write_text(output / "compare.json", f"{text}\n")
+        draw_overview(result, output / "compare.png")
+        draw_all(result, output / "figures")
+        chunks = shown_chunks(planned.questions.values())
+        write_page(result, answers, chunks, output / "compare.html")
+    logger.info(
+        "wrote compare.json, compare.html, compare.png, figures and answers.jsonl to %s", output
+    )
+    return result
+
+
+def _plan(config: Recipe) -> Comparison:
     cells = cells_of(config)
     tokenizer = load_tokenizer(config.model.path)
     weights = {cell: weights_of(cell.arm.config, cell.checkpoint, cell.system) for cell in cells}
+    for cell, found in weights.items():
+        if cell.system == "kvlink":
+            check_links(cell.arm.config, found)
+        if cell.system == "cacheblend":
+            check_blend(cell.arm.config, load_config(str(found.folder)).num_hidden_layers)
     arms = {cell.arm.name: cell.arm for cell in cells}
-    questions = {name: _arm_questions(arm, config) for name, arm in arms.items()}
-    injections = _injections(config)
-    clean = load_clean(Path(config.eval.injection_clean)) if config.eval.injection_clean else []
-
+    limit = config.eval.questions_per_dataset
+    questions = {name: arm_questions(arm, limit) for name, arm in arms.items()}
     keys = _keys(weights, arms, tokenizer)
     _refuse_idle_arms(cells, keys)
+    return Comparison(config, tokenizer, weights, questions, keys)
 
-    output = Path(config.eval.output or Path(config.train.run_folder) / "compare")
-    output.mkdir(parents=True, exist_ok=True)
-    answers_path = output / "answers.jsonl"
-    done = {(a.variant, a.question_id) for a in resume_answers(answers_path, keys)}
 
-    for group in _groups(weights):
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Makes a folder, and keeps other comparisons out of it.
+
+    Raises:
+        UserError: it cannot be made, or another comparison is in it.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        folder = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UserError(f"cannot write into {output} (eval.output): {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another comparison is writing into {output}: wait for it, or give another "
+                "folder with eval.output=…"
+            ) from error
+        yield
+    finally:
+        os.close(folder)
+
+
+def _answers(planned: Comparison, path: Path) -> list[Answer]:
+    """All answers that were planned, those of earlier runs among them."""
+    config, questions = planned.config, planned.questions
+    done = {(a.variant, a.question_id) for a in resume_answers(path, planned.keys)}
+    for group in _groups(planned.weights):
         turns = _turns(group.cells, questions, done)
         count = sum(map(len, turns))
         logger.info("%s: %d answers to %d questions are to be given", group.name, count, len(turns))
         if not turns:
             continue
-        with Runner(config, group.weights, group.cells, keys, tokenizer) as runner:
+        with Runner(config, group.weights, group.cells, planned.keys, planned.tokenizer) as runner:
             _warm_up(runner, turns, config.eval.warmup_questions)
             for turn in track(turns, f"compare {group.cells[0].checkpoint}", unit="questions"):
-                append_answers(answers_path, runner.answer(turn))
+                append_answers(path, runner.answer(turn))
         # One group's weights are gone before the next one's come.
         del runner
+    asked = {
+        (variant, question_id) for variant in planned.keys for question_id in questions[variant.arm]
+    }
+    return [one for one in read_answers(path) if (one.variant, one.question_id) in asked]
 
-    measured = {cell.variant for cell in cells}
-    asked = {(name, question) for name, own in questions.items() for question in own}
-    answers = [
-        answer
-        for answer in read_answers(answers_path)
-        if answer.variant in measured and (answer.arm, answer.question_id) in asked
-    ]
-    template = PromptTemplate(tokenizer, config.prompt)
-    result = {
-        "recipe": config.name,
+
+def _summary(planned: Comparison, answers: Sequence[Answer]) -> dict[str, Any]:
+    config = planned.config
+    arms = {cell.arm.name: cell.arm for cell in planned.weights}
+    template = PromptTemplate(planned.tokenizer, config.prompt)
+    return {
         **summarize(
             answers,
             resamples=config.eval.bootstrap_resamples,
@@ -121,71 +196,17 @@ def compare(config: Recipe) -> dict[str, Any]:
             budgets_ms=config.eval.budgets_ms,
         ),
         "setting": {
-            **setting(
-                config,
-                built_folder(config, "dev"),
-                template,
-                list(dict.fromkeys(cell.system for cell in cells if not cell.arm.name)),
-            ),
+            **setting(config, built_folder(config, "dev"), template, arms[""].systems),
             "arms": {name: _changes(arm, config) for name, arm in arms.items() if name},
             "weights": {
                 " ".join(cell.variant[:3]).strip(): str(found.folder)
-                for cell, found in weights.items()
+                for cell, found in planned.weights.items()
             },
         },
         "config": config.model_dump(mode="json"),
         "environment": environment(),
-        "seconds_this_run": time.perf_counter() - start,
         "peak_memory_gib": _peak_memory_gib(),
     }
-    if injections:
-        result["injection"] = score(
-            answers,
-            injections,
-            lambda arm, question_id: questions[arm][question_id].chunks,
-            clean=clean,
-            resamples=config.eval.bootstrap_resamples,
-            seed=config.seed,
-        )
-    write_text(output / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    draw_overview(result, output / "compare.png")
-    draw_all(result, output / "figures")
-    chunks = _shown_chunks(questions.values())
-    write_page(result, answers, chunks, output / "compare.html")
-    logger.info(
-        "wrote compare.json, compare.html, compare.png, figures and answers.jsonl to %s", output
-    )
-    return result
-
-
-def _arm_questions(arm: Arm, config: Recipe) -> dict[str, Question]:
-    """The questions of an arm by id, the first so many of each data set."""
-    limit = config.eval.questions_per_dataset
-    taken: Counter[str] = Counter()
-    questions = {}
-    try:
-        found = dev_questions(arm.config)
-    except UserError as error:
-        if not arm.name:
-            raise
-        raise UserError(
-            f"arm {arm.name!r}: {error} (a build of the recipe with its arms builds this too)"
-        ) from error
-    for question in found:
-        taken[question.dataset] += 1
-        if limit is None or taken[question.dataset] <= limit:
-            questions[question.question_id] = question
-    return questions
-
-
-def _injections(config: Recipe) -> dict[str, Injection]:
-    """What was planted in the dev questions, by question; nothing without `eval.injections`."""
-    if config.eval.injections is None:
-        return {}
-    path = Path(config.eval.injections)
-    found = load_injections(path)
-    refuse_clean_data(found, load_built(config, "dev").chunks["text"][:], path)
-    return found
 
 
 def _keys(
@@ -269,37 +290,11 @@ def _changes(arm: Arm, config: Recipe) -> dict[str, Any]:
     """The options in which an arm differs from the recipe, with its values."""
     before = dict(leaves(config.model_dump(mode="json")))
     after = leaves(arm.config.model_dump(mode="json"))
-    return {path: value for path, value in after if before.get(path) != value}
-
-
-def _shown_chunks(questions: Iterable[Mapping[str, Question]]) -> dict[str, dict[str, str]]:
-    """Title and text of every retrieved chunk, by id."""
-    found: list[Chunk] = [c for own in questions for q in own.values() for c in q.chunks]
-    return {chunk.chunk_id: {"title": chunk.title, "text": chunk.text} for chunk in found}
-
-
-def dev_questions(config: Recipe) -> list[Question]:
-    """The rows of the built dev data, with their chunks.
-
-    Raises:
-        UserError: nothing is built, or it holds no questions.
-    """
-    tables = load_built(config, "dev")
-    questions = [
-        Question(
-            question_id=row["question_id"],
-            dataset=row["dataset"],
-            question=row["question"],
-            answers=row["answers"],
-            chunks=[tables.chunk(chunk_id) for chunk_id in row["chunk_ids"]],
-            nugget_scores=row["nugget_scores"],
-            gold_chunk_ids=row["gold_chunk_ids"],
-        )
-        for row in tables.samples
-    ]
-    if not questions:
-        raise UserError("the built dev data holds no questions: check data.dev and build again")
-    return questions
+    return {
+        path: value
+        for path, value in after
+        if before.get(path) != value and path not in ("eval.systems", "eval.ablations", "eval.arms")
+    }
 
 
 def _peak_memory_gib() -> float:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from eval.cost_cells import WITHOUT_CACHE, Figure, Served, Source, reading_ms, slice_bytes
 from recipes.errors import UserError
-from recipes.scenario import Amount, Percent, Rate, Scenario
+from recipes.scenario import Amount, Count, Percent, Rate, Scenario
 from recipes.schema import SystemName
 from recipes.section import Natural, Section
 
@@ -18,8 +18,8 @@ class _Row(Section, extra="ignore"):
     arm: str
     checkpoint: Literal["base", "fine_tuned"]
     system: SystemName
-    k_c: int
-    k: int | None
+    k_c: Count
+    k: Count | None
     questions: Natural
     f1: Percent
     ttft_mean_ms: Rate

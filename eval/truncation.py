@@ -62,8 +62,8 @@ def middle_to_cut(context: int, before: int, after: int, limit: int | None) -> t
     if room < 0:
         raise UserError(
             f"the prompt and the question take {before + after} tokens without any passage, and "
-            f"{limit} may stand before the answer: raise eval.max_prompt_tokens if it is set, or "
-            "shorten the prompt"
+            f"{limit} may stand before the answer: raise eval.max_prompt_tokens if it is set, "
+            "lower eval.max_new_tokens, or shorten the prompt"
         )
     head = min(max(0, half - before), room)
     return head, context - (room - head)

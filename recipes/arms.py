@@ -44,8 +44,10 @@ def arms_of(config: Recipe) -> list[Arm]:
                     f"arm {name!r}: {change} cannot differ between the arms of a comparison; "
                     "compare in two runs"
                 )
+        # What an arm's systems need is checked with its other settings.
+        own = [f"eval.systems=[{','.join(systems)}]", "eval.ablations=[]", "eval.arms=[]"]
         try:
-            changed = with_changes(config, changes)
+            changed = with_changes(config, [*changes, *own])
         except UserError as error:
             raise UserError(f"arm {name!r}: {error}") from error
         arms.append(Arm(name, changed, systems))

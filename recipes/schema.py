@@ -106,9 +106,9 @@ class EpicConfig(Section):
 
 class ApeConfig(Section):
     # Below 1 attention to the chunks is sharper.
-    temperature: Annotated[float, Field(gt=0.0)] = 0.9
+    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 0.9
     # Factor on the log-sum-exp of the attention to the chunks.
-    scale: Annotated[float, Field(gt=0.0)] = 0.9
+    scale: Annotated[float, Field(ge=0.01, le=100.0)] = 0.9
 
 
 class KvlinkConfig(Section):
@@ -240,6 +240,12 @@ class ArmConfig(Section):
     # As on the command line: section.key=value.
     set: Annotated[list[Text], Field(min_length=1)]
 
+    @field_validator("systems")
+    @classmethod
+    def _each_once(cls, names: list[str]) -> list[str]:
+        refuse_repeats(names)
+        return names
+
 
 class EvalConfig(Section):
     systems: Annotated[list[SystemName], Field(min_length=1)] = [
@@ -301,6 +307,8 @@ class EvalConfig(Section):
     @classmethod
     def _known_ablations(cls, names: list[str]) -> list[str]:
         for part in (part for name in names for part in name.split("+")):
+            if not part:
+                raise mistake("expected the name of an ablation on both sides of +")
             if part not in ABLATIONS:
                 close = get_close_matches(part, ABLATIONS, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ABLATIONS)}"
@@ -388,6 +396,7 @@ class Recipe(Section):
             raise mistake(
                 f"expected k_c of at most retrieval.k_c ({retrieval.k_c}), got {widest}",
                 at="eval.widths",
+                involves="retrieval.k_c",
             )
         # One-stage tables hold the chunks of the top retrieval.k nuggets.
         most = max((width.k for width in section.widths), default=0)

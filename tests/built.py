@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import eval.compare
+import eval.questions
 from data_builders.tables import Chunk
 
 
@@ -50,5 +51,5 @@ def patch_built(
         "built_folder",
         lambda config, split: folder / f"{config.retrieval.selection}-{config.data.chunk_tokens}",
     )
-    monkeypatch.setattr(eval.compare, "load_built", lambda config, split: built)
+    monkeypatch.setattr(eval.questions, "load_built", lambda config, split: built)
     return built

@@ -24,6 +24,9 @@ from recipes.building import DataFormat
 from recipes.errors import UserError
 from recipes.files import write_text
 
+_QUESTIONS = "questions.jsonl"
+_INJECTIONS = "injections.jsonl"
+
 
 def write_injections(
     paths: Sequence[Path],
@@ -47,6 +50,9 @@ def write_injections(
     """
     if not 0 < share <= 1:
         raise UserError(f"share: expected more than 0 and at most 1, got {share}")
+    for path in paths:
+        if path.name == _QUESTIONS and (path.parent / _INJECTIONS).exists():
+            raise UserError(f"{path} holds planted instructions already; give the clean questions")
     questions = list(read_questions(paths, data_format))
     skipped: Counter[str] = Counter()
     injections: dict[str, Injection] = {}
@@ -68,8 +74,8 @@ def write_injections(
     _write_new(
         folder,
         {
-            "questions.jsonl": _lines(map(_row, poisoned)),
-            "injections.jsonl": _lines(map(asdict, ordered)),
+            _QUESTIONS: _lines(map(_row, poisoned)),
+            _INJECTIONS: _lines(map(asdict, ordered)),
         },
     )
     return {"questions": len(questions), "attacked": len(injections), "skipped": dict(+skipped)}

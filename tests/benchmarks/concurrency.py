@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from figures import render, write
 
-from eval.compare import dev_questions
 from eval.engine import Engine, Reply
+from eval.questions import dev_questions
 from recipes.resolve import resolve
 
 

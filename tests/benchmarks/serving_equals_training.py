@@ -25,9 +25,9 @@ from cache_ops.rope import Rope
 from data_builders.kv import open_supply
 from data_builders.prompt import PromptTemplate
 from eval.checkpoints import load_weights, weights_of
-from eval.compare import dev_questions
 from eval.environment import environment
 from eval.online import OnlinePath, OnlineRequest
+from eval.questions import dev_questions
 from eval.systems import SYSTEMS, Serving, Width
 from recipes.progress import track
 from recipes.resolve import resolve

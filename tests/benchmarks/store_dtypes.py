@@ -26,9 +26,9 @@ from cache_ops.records import RecordLayout
 from cache_ops.supply import Supply
 from data_builders.prompt import PromptTemplate
 from eval.checkpoints import load_weights, weights_of
-from eval.compare import dev_questions
 from eval.metrics import token_f1
 from eval.online import OnlinePath
+from eval.questions import dev_questions
 from eval.significance import paired_bootstrap
 from eval.systems import Serving, Width
 from recipes.progress import track

@@ -26,8 +26,8 @@ from transformers import Qwen2Config
 from cache_ops.hf import load_tokenizer
 from cache_ops.records import RecordLayout
 from eval.checkpoints import load_served, weights_of
-from eval.compare import dev_questions
 from eval.online import OnlinePath
+from eval.questions import dev_questions
 from eval.retriever import Retriever
 from eval.serving import open_serving
 from eval.systems import SYSTEMS, Width

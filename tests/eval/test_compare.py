@@ -10,7 +10,7 @@ from built import BuiltTables, patch_built
 from tiny import tiny_model
 
 import data_builders.build
-import eval.compare
+import eval.questions
 from cache_ops.hf import ModelNotFoundError
 from data_builders import kv
 from data_builders.tables import Chunk
@@ -188,7 +188,7 @@ def test_a_missing_checkpoint_names_the_command(recipe: MakeRecipe, tmp_path: Pa
 def test_missing_dev_data_names_the_command(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eval.compare, "load_built", data_builders.build.load_built)
+    monkeypatch.setattr(eval.questions, "load_built", data_builders.build.load_built)
     monkeypatch.chdir(tmp_path)
     for path in ("dev.jsonl", "none/config.json"):
         Path(path).parent.mkdir(exist_ok=True)

@@ -11,12 +11,13 @@ from built import BuiltTables, patch_built
 from tiny import tiny_model
 from torch import Tensor
 
-from cache_ops.links import LinksNotFoundError, add_links, save_links, take_links
+from cache_ops.links import add_links, save_links, take_links
 from cache_ops.supply import Supply
 from data_builders.tables import Chunk
 from eval.answers import Answer, read_answers
 from eval.cells import cells_of
 from eval.compare import compare
+from eval.runner import Runner
 from eval.systems import SYSTEMS
 from recipes.ablations import ABLATIONS
 from recipes.arms import arms_of
@@ -152,6 +153,41 @@ def test_an_arm_that_changes_nothing_is_refused(recipe: MakeRecipe) -> None:
     assert not (Path(config.train.run_folder) / "compare").exists()
 
 
+def test_what_cannot_be_measured_is_told_before_anything_is_written(recipe: MakeRecipe) -> None:
+    config = recipe(systems=["cacheblend"], checkpoints=["base"])
+    with pytest.raises(
+        UserError, match=r"systems\.cacheblend\.check_layer: .* 9, .* last one is 1"
+    ):
+        compare(with_changes(config, ["systems.cacheblend.check_layer=9"]))
+    arm = {"name": "asked", "systems": ["online_nuggets"], "set": ["retrieval.order=score"]}
+    with pytest.raises(UserError, match=r"'asked': (?s:.*)nuggets\.local_model"):
+        compare(recipe(arms=[arm]))
+    folder = Path(config.train.run_folder)
+    assert not (folder / "compare").exists()
+    (folder / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write into .*file \(eval\.output\)"):
+        compare(with_changes(config, [f"eval.output={folder / 'file'}"]))
+
+
+def test_two_comparisons_do_not_share_a_folder(
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe(systems=["coinrag"], checkpoints=["base"])
+    answer, refused = Runner.answer, []
+
+    def beside(self: Runner, asked: Any) -> list[Answer]:
+        if not refused:
+            with pytest.raises(UserError, match="another comparison is writing into") as error:
+                compare(config)
+            refused.append(error)
+        return answer(self, asked)
+
+    monkeypatch.setattr(Runner, "answer", beside)
+    compare(config)
+    assert refused
+    compare(config)
+
+
 def test_timed_requests_find_used_buffers(
     recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +255,7 @@ def test_trained_link_tokens_are_served_and_others_refused(
         with pytest.raises(UserError, match=f"trained with 2 link tokens .* asks for {other}"):
             compare(asked)
     unlinked = with_changes(two, ["eval.runs.kvlink=null"])
-    with pytest.raises(LinksNotFoundError, match="holds no link tokens"):
+    with pytest.raises(UserError, match=r"trained with 0 link tokens .* eval\.runs\.kvlink"):
         compare(unlinked)
     # Other link tokens on the same weights are other answers.
     model = tiny_model("qwen2", seed=7)
