@@ -16,9 +16,11 @@ from cache_ops.store import Store
 from cache_ops.store.errors import ForeignStoreError
 from data_builders import workers
 from data_builders.build import build, load_built
-from eval import retriever
+from eval import online, retriever
 from eval.engine import Engine, Reply
+from eval.systems import SYSTEMS
 from recipes.errors import UserError
+from recipes.resolve import with_changes
 from recipes.schema import Recipe
 
 QUESTIONS = [f"Where was Persond{number}x1 born?" for number in range(20, 26)]
@@ -107,12 +109,38 @@ def test_a_store_answers_alike_and_again_after_a_restart(
             assert report.bytes_read == report.active_tokens * 2 * 2 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("system", ["turborag", "standard_rag"])
-def test_every_system_is_served(config: Recipe, system: str) -> None:
-    with Engine.open(config, "base", system) as engine:
-        reply = engine.answer(QUESTIONS[0])
-    assert (reply.report.k, reply.report.system) == (None, system)
-    assert reply.report.active_tokens > 0
+@pytest.mark.parametrize("system", sorted({*SYSTEMS} - {"coinrag"}))
+def test_every_system_is_served_alone_and_beside_others(config: Recipe, system: str) -> None:
+    rules = with_changes(config, ["systems.online_nuggets.extractor=rules"])
+    with Engine.open(rules, "base", system) as engine:
+        alone = [engine.answer(question) for question in QUESTIONS[:3]]
+        together = engine.answer_all(QUESTIONS[:3])
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    report = alone[0].report
+    assert report.system == system
+    assert (report.k is None) == (not SYSTEMS[system].selects_nuggets)
+    assert report.active_tokens > 0
+    assert (report.recomputed_tokens > 0) == (system in ("cacheblend", "epic"))
+
+
+def test_a_first_pass_that_fails_leaves_the_others_as_they_are(
+    config: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.open(config, "base", "epic") as engine:
+        alone = [engine.answer(question).token_ids for question in QUESTIONS[:3]]
+        compute, failed = online.forward_recomputing, []
+
+        def once(*args: object) -> object:
+            if not failed:
+                failed.append(args)
+                raise MemoryError("no room on the device")
+            return compute(*args)
+
+        monkeypatch.setattr(online, "forward_recomputing", once)
+        asked = [engine.ask(question) for question in QUESTIONS[:3]]
+        with pytest.raises(MemoryError):
+            asked[0].reply()
+        assert [one.reply().token_ids for one in asked[1:]] == alone[1:]
 
 
 def test_many_clients_get_the_answers_of_one(config: Recipe, alone: list[Reply]) -> None:
