@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recipes.scenario import CellConfig, GeometryConfig, Scenario
-from recipes.schema import SystemName
+from recipes.systems import SystemName
 
 # measured + derived: measured without a disk, with the time that reading slices from one takes.
 Source = Literal["measured", "given", "derived", "measured + derived"]

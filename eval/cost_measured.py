@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from eval.cost_cells import WITHOUT_CACHE, Figure, Served, Source, reading_ms, slice_bytes
 from recipes.errors import UserError
 from recipes.scenario import Amount, Count, Percent, Rate, Scenario
-from recipes.schema import SystemName
 from recipes.section import Natural, Section
+from recipes.systems import SystemName
 
 
 class _Row(Section, extra="ignore"):

@@ -12,7 +12,7 @@ from eval.budget import best_under, default_budgets
 from eval.differences import contrasts_among, measure, versus
 from eval.labels import ERROR_NAMES, SYSTEM_NAMES, cell_label
 from eval.significance import Interval, bootstrap_intervals
-from recipes.schema import SystemName
+from recipes.systems import SystemName
 
 Json = dict[str, Any]
 Cells = Mapping[Variant, Mapping[str, Answer]]

@@ -33,7 +33,7 @@ def system_name(text: str) -> str:
         ArgumentTypeError: there is no such system.
     """
     # Not as `choices`, which would have the recipes' schema loaded for help.
-    from recipes.schema import SystemName
+    from recipes.systems import SystemName
 
     if text not in (names := get_args(SystemName)):
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {text!r}")

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from recipes.schema import SystemName
 from recipes.section import Fraction, Natural, Section, Text, mistake
+from recipes.systems import SystemName
 
 # What is larger is a mistake, and would not be counted exactly.
 _MOST = 10**15

@@ -5,23 +5,21 @@ nuggets. Unknown keys are refused. `recipes.resolve` builds a `Recipe` from YAML
 line; nothing else should.
 """
 
-from difflib import get_close_matches
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from recipes.ablations import ABLATIONS
 from recipes.building import BuildConfig, DataConfig, NuggetsConfig, RaftConfig, RetrievalConfig
+from recipes.evaluation import EvalConfig
 from recipes.section import (
     Fraction,
-    Natural,
     Positive,
     Prose,
     Section,
     Text,
     mistake,
-    refuse_repeats,
 )
+from recipes.systems import SystemsConfig, TrainedSystem
 
 # LongBench's multi-hop prompt, split where the passages go.
 _INSTRUCTION = (
@@ -58,20 +56,6 @@ class PromptConfig(Section):
         return text
 
 
-SystemName = Literal[
-    "standard_rag",
-    "turborag",
-    "block_attention",
-    "cacheblend",
-    "epic",
-    "ape",
-    "kvlink",
-    "online_nuggets",
-    "coinrag",
-]
-TrainedSystem = Literal["coinrag", "standard_rag", "turborag", "block_attention", "kvlink"]
-
-
 class ContextConfig(Section):
     # Whether answers train the encoding of their chunks: full; detach, not; frozen, chunks are the
     # base model's keys and values, so that its store serves the fine-tuned model too.
@@ -80,67 +64,6 @@ class ContextConfig(Section):
     encoding: Literal["contextual", "isolated"] = "contextual"
     # original: keys keep their chunk positions and are not rotated (the paper's ablation).
     positions: Literal["contiguous", "original"] = "contiguous"
-
-
-class TurboragConfig(Section):
-    # composite: every chunk starts right after the prompt.
-    positions: Literal["reordered", "composite"] = "reordered"
-
-
-class CacheblendConfig(Section):
-    # Share of the prefix's tokens that are recomputed.
-    ratio: Fraction = 0.15
-    # Whose deviation from the cached one chooses them.
-    metric: Literal["v", "k"] = "v"
-    # The layer that chooses; it and those before it recompute every token. In layer 0 nothing could
-    # deviate: its keys and values depend on their own token alone.
-    check_layer: Positive = 1
-    # Later layers narrow the choice further.
-    gradual: bool = False
-
-
-class EpicConfig(Section):
-    # First tokens of every chunk but the first that are recomputed (LegoLink-16).
-    recomputed_tokens: Positive = 16
-
-
-class ApeConfig(Section):
-    # Below 1 attention to the chunks is sharper.
-    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 0.9
-    # Factor on the log-sum-exp of the attention to the chunks.
-    scale: Annotated[float, Field(ge=0.01, le=100.0)] = 0.9
-
-
-class KvlinkConfig(Section):
-    link_tokens: Natural = 5
-
-
-class OnlineNuggetsConfig(Section):
-    # rules: sentences and clauses; else a language model described under `nuggets`.
-    extractor: Literal["rules", "llm", "local_model"] = "local_model"
-    # ginger: marks spans of each passage; crucible: asks for questions and their answers.
-    style: Literal["ginger", "crucible"] = "ginger"
-
-    @field_validator("style")
-    @classmethod
-    def _rules_mark_spans(cls, style: str, info: ValidationInfo) -> str:
-        if info.data.get("extractor") == "rules" and style != "ginger":
-            raise mistake(
-                f"rules mark spans and ask nothing: expected ginger, got {style}",
-                involves="systems.online_nuggets.extractor",
-            )
-        return style
-
-
-class SystemsConfig(Section):
-    """What belongs to one system alone."""
-
-    turborag: TurboragConfig = TurboragConfig()
-    cacheblend: CacheblendConfig = CacheblendConfig()
-    epic: EpicConfig = EpicConfig()
-    ape: ApeConfig = ApeConfig()
-    kvlink: KvlinkConfig = KvlinkConfig()
-    online_nuggets: OnlineNuggetsConfig = OnlineNuggetsConfig()
 
 
 class StoreConfig(Section):
@@ -211,117 +134,6 @@ class TrainConfig(Section):
                 involves="train.effective_batch_samples",
             )
         return micro
-
-
-class WidthConfig(Section):
-    k_c: Positive
-    k: Positive
-
-
-class RunsConfig(Section):
-    """Run folders whose weights are a system's fine-tuned ones; null: those of train.run_folder."""
-
-    standard_rag: Text | None = None
-    turborag: Text | None = None
-    block_attention: Text | None = None
-    cacheblend: Text | None = None
-    epic: Text | None = None
-    ape: Text | None = None
-    kvlink: Text | None = None
-    online_nuggets: Text | None = None
-    coinrag: Text | None = None
-
-
-class ArmConfig(Section):
-    """The recipe with changes, measured beside it: an ablation or a setting of one's own."""
-
-    name: Text
-    systems: Annotated[list[SystemName], Field(min_length=1)] = ["coinrag"]
-    # As on the command line: section.key=value.
-    set: Annotated[list[Text], Field(min_length=1)]
-
-    @field_validator("systems")
-    @classmethod
-    def _each_once(cls, names: list[str]) -> list[str]:
-        refuse_repeats(names)
-        return names
-
-
-class EvalConfig(Section):
-    systems: Annotated[list[SystemName], Field(min_length=1)] = [
-        "standard_rag",
-        "turborag",
-        "coinrag",
-    ]
-    checkpoints: Annotated[list[Literal["base", "fine_tuned"]], Field(min_length=1)] = [
-        "base",
-        "fine_tuned",
-    ]
-    runs: RunsConfig = RunsConfig()
-    # Of CoinRAG: isolated, one_stage, no_rotation, score_order, overlaps_kept; a+b is both at once.
-    ablations: list[Text] = []
-    arms: list[ArmConfig] = []
-    # null: all dev questions; else the first so many of each data set.
-    questions_per_dataset: Positive | None = None
-    # Timed prefills of each answer, for steadier percentiles.
-    ttft_repeats: Positive = 1
-    # Of the table of what each system gives in time; empty: chosen from the measured P99 TTFTs.
-    budgets_ms: list[Annotated[float, Field(gt=0.0)]] = []
-    # Empty: the one width of the retrieval section.
-    widths: list[WidthConfig] = []
-    max_new_tokens: Positive = 32
-    # Of Standard RAG, whose longer prompts lose the middle of their context, as in LongBench.
-    # null: as many as the model has trained positions, less those of the answer.
-    max_prompt_tokens: Positive | None = None
-    bootstrap_resamples: Positive = 10000
-    warmup_questions: Natural = 3
-    # Requests that the online engine answers at a time; the comparison answers one by one.
-    concurrent_requests: Positive = 8
-    # null: the folder `compare` inside train.run_folder.
-    output: Text | None = None
-    # Of `coinrag inject`: what it planted in the questions that data.dev then names; null: none.
-    injections: Text | None = None
-    # answers.jsonl of the same comparison without planted texts, for the F1 that they cost.
-    injection_clean: Text | None = None
-
-    @field_validator("widths")
-    @classmethod
-    def _each_width_once(cls, widths: list[WidthConfig]) -> list[WidthConfig]:
-        refuse_repeats([f"{{k_c: {width.k_c}, k: {width.k}}}" for width in widths])
-        return widths
-
-    @field_validator("injection_clean")
-    @classmethod
-    def _clean_beside_injections(cls, path: str | None, info: ValidationInfo) -> str | None:
-        if path is not None and info.data.get("injections") is None:
-            raise mistake("needs eval.injections beside it, which is not set")
-        return path
-
-    @field_validator("systems", "checkpoints", "ablations")
-    @classmethod
-    def _each_once(cls, names: list[str]) -> list[str]:
-        refuse_repeats(names)
-        return names
-
-    @field_validator("ablations")
-    @classmethod
-    def _known_ablations(cls, names: list[str]) -> list[str]:
-        for part in (part for name in names for part in name.split("+")):
-            if not part:
-                raise mistake("expected the name of an ablation on both sides of +")
-            if part not in ABLATIONS:
-                close = get_close_matches(part, ABLATIONS, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ABLATIONS)}"
-                raise mistake(f"no ablation {part!r}; {hint}")
-        # Both orders of a pair, and one twice over, are the same changes.
-        refuse_repeats(["+".join(sorted({*name.split("+")})) for name in names])
-        return names
-
-    @field_validator("arms")
-    @classmethod
-    def _each_arm_once(cls, arms: list[ArmConfig], info: ValidationInfo) -> list[ArmConfig]:
-        refuse_repeats([*info.data.get("ablations", []), *(arm.name for arm in arms)])
-        return arms
 
 
 class Recipe(Section):

@@ -23,7 +23,8 @@ from recipes.ablations import ABLATIONS
 from recipes.arms import arms_of
 from recipes.errors import UserError
 from recipes.resolve import with_changes
-from recipes.schema import Recipe, SystemName
+from recipes.schema import Recipe
+from recipes.systems import SystemName
 
 MakeRecipe = Callable[..., Recipe]
 ALL = list(get_args(SystemName))

@@ -14,7 +14,7 @@ from eval.figures import draw_all, draw_overview
 from eval.labels import CHECKPOINT_NAMES, SYSTEM_COLOURS, SYSTEM_MARKERS, SYSTEM_NAMES
 from eval.looks import arm_looks
 from eval.summary import summarize
-from recipes.schema import EvalConfig
+from recipes.evaluation import EvalConfig
 
 BASE = [0.0, 0.5, 0.0, 0.5]
 TUNED = [0.5, 1.0, 0.5, 1.0]

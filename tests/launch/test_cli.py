@@ -13,7 +13,7 @@ import pytest
 
 import launch
 from launch import cli
-from recipes.schema import SystemName
+from recipes.systems import SystemName
 
 ROOT = Path(launch.__file__).resolve().parent.parent
 
