@@ -29,7 +29,7 @@ from eval.checkpoints import load_weights, weights_of
 from eval.metrics import token_f1
 from eval.online import OnlinePath
 from eval.questions import dev_questions
-from eval.significance import paired_bootstrap
+from eval.significance import bootstrap_intervals
 from eval.systems import Serving, Width
 from recipes.progress import track
 from recipes.resolve import resolve
@@ -99,7 +99,8 @@ def compared(
     gap = (exact - stored).abs()
     log_exact, log_stored = exact.log_softmax(-1), stored.log_softmax(-1)
     kl = (log_exact.exp() * (log_exact - log_stored)).sum(-1)
-    difference = paired_bootstrap(scores[dtype], scores[first], resamples=10000, seed=0)
+    points = [own - other for own, other in zip(scores[dtype], scores[first], strict=True)]
+    (difference,) = bootstrap_intervals([points], resamples=10000, seed=0)
     return {
         "questions": len(scores[dtype]),
         "largest_logit": float(exact.abs().max()),
