@@ -8,17 +8,7 @@ query are never cut: where one of them is longer than half of the limit, the oth
 context gives way for it.
 """
 
-from collections.abc import Sequence
-
 from recipes.errors import UserError
-
-
-def keep_ends(ids: Sequence[int], limit: int) -> list[int]:
-    """The tokens themselves if they are at most `limit`, else both ends, `limit // 2` of each."""
-    if len(ids) <= limit:
-        return list(ids)
-    half = limit // 2
-    return [*ids[:half], *ids[len(ids) - half :]]
 
 
 def prompt_limit(
@@ -40,8 +30,8 @@ def prompt_limit(
 def middle_to_cut(context: int, before: int, after: int, limit: int | None) -> tuple[int, int]:
     """The context tokens `[start, end)` that are left out of an over-long prompt.
 
-    What remains of prompt, context and query is `keep_ends` of all their tokens wherever the prompt
-    and the query are each at most half of the limit.
+    What remains of prompt, context and query is what LongBench's rule leaves of all their tokens
+    wherever the prompt and the query are each at most half of the limit.
 
     Args:
         context: tokens of the context.

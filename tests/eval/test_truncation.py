@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_builders.prompt import PromptTemplate
 from eval.systems import SYSTEMS, Question, Request, Serving, Width
-from eval.truncation import keep_ends, middle_to_cut, prompt_limit
+from eval.truncation import middle_to_cut, prompt_limit
 from recipes.errors import UserError
 from recipes.schema import PromptConfig, Recipe
 
@@ -36,11 +36,6 @@ def parts(*sizes: int) -> list[list[int]]:
     """Lists of these sizes, all of whose tokens differ."""
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     return [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-
-
-@given(st.lists(st.integers(), max_size=40), SIZES)
-def test_both_ends_stay_as_in_longbench(ids: list[int], limit: int) -> None:
-    assert keep_ends(ids, limit) == longbench(ids, limit)
 
 
 @given(SIZES, SIZES, SIZES, SIZES)
