@@ -95,9 +95,10 @@ def read_answers(path: Path) -> list[Answer]:
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    # As bytes: what was cut by a kill may end inside a character.
+    lines = path.read_bytes().split(b"\n")
     answers = []
-    # Every complete line ends with a newline, so the last piece is empty or was cut by a kill.
+    # Every complete line ends with a newline, so the last piece is empty or such a piece.
     for number, line in enumerate(lines[:-1], start=1):
         try:
             answers.append(Answer(**json.loads(line)))

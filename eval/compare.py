@@ -92,7 +92,7 @@ def compare(config: Recipe) -> dict[str, Any]:
     """
     start = time.perf_counter()
     planned = _plan(config)
-    injections = planted(config)
+    injections = planted(config, planned.questions[""])
     clean = load_clean(Path(config.eval.injection_clean)) if config.eval.injection_clean else []
     output = Path(config.eval.output or Path(config.train.run_folder) / "compare")
     with _alone_in(output):

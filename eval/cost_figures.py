@@ -24,18 +24,20 @@ def draw_cost(result: Json, path: Path) -> list[Path]:
     """Draw a line a system over the queries of a month, both axes logarithmic, as PNG and as SVG.
 
     A system's line is the lowest of its eligible cells' lines. Crossings are marked, those with
-    Standard RAG's filled and named below. Both files have `path`'s name with their suffix.
+    Standard RAG's filled and named below. Both files have `path`'s name with their suffix; its
+    folder is made. Nothing is drawn where no system is eligible.
 
     Raises:
-        UserError: no system is eligible, or nothing can be written there.
+        UserError: nothing can be written there.
     """
-    if not any(one["eligible"] for one in result["systems"]):
-        raise UserError("no picture: no system reaches the F1 within the latency budget")
     if not path.name or path.is_dir():
         raise UserError(f"no picture: {path} is a folder; give a file's name")
     stem = path.name.removesuffix(".png").removesuffix(".svg")
     paths = [path.with_name(f"{stem}.{kind}") for kind in ("png", "svg")]
+    if not any(one["eligible"] for one in result["systems"]):
+        return []
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save(lambda: _picture(result), paths)
     except OSError as error:
         raise UserError(f"no picture: {path}: {error.strerror}") from error

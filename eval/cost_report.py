@@ -45,7 +45,9 @@ def render_cost(result: Json) -> str:
 def goal_text(result: Json) -> str:
     """The target F1 with its origin, and the latency budget."""
     target, budget = result["target_f1"], result["p99_budget_ms"]
-    if target is None:
+    if target is None and not any(one["eligible"] for one in result["systems"]):
+        text = "no cell is within the latency budget"
+    elif target is None:
         text = "no F1 is known: costs alone are compared"
     else:
         origin = "given" if target["source"] == "given" else "what every system reaches"

@@ -83,10 +83,14 @@ def panels(
 
 
 def log_axis(axis: "Axes", values: Sequence[float]) -> tuple[float, float]:
-    """Makes the x axis logarithmic around positive values, its ticks plain numbers; its limits."""
+    """Makes the x axis logarithmic around values, its ticks plain numbers; its limits.
+
+    A value of 0, which no such axis has, lies beyond its lower end.
+    """
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
-    low, high = min(values) / 1.3, max(values) * 1.6
+    positive = [value for value in values if value > 0] or [1.0]
+    low, high = min(positive) / 1.3, max(positive) * 1.6
     axis.set_xscale("log")
     axis.set_xlim(low, high)
     ticks = (1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 4, 5, 7)

@@ -132,7 +132,8 @@ def _data(result: Json, answers: Iterable[Answer], chunks: Chunks) -> Json:
             "errors": ERROR_NAMES,
         },
         "curves": [[cells[Variant.of(row)] for row in curve] for curve in curves.values()],
-        "result": {name: result[name] for name in _SHOWN},
+        "result": {name: result[name] for name in _SHOWN}
+        | {"injection": result.get("injection", [])},
         "chunks": [[chunks[named]["title"], chunks[named]["text"]] for named in numbers],
         "questions": [{**q, "contexts": list(q["contexts"])} for q in questions.values()],
     }

@@ -1,7 +1,7 @@
 """The questions of a comparison, arm by arm, with what was retrieved for each."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from data_builders.build import load_built
@@ -61,17 +61,23 @@ def arm_questions(arm: Arm, limit: int | None) -> dict[str, Question]:
     return questions
 
 
-def planted(config: Recipe) -> dict[str, Injection]:
+def planted(config: Recipe, asked: Collection[str]) -> dict[str, Injection]:
     """What was planted in the dev questions, by question; nothing without `eval.injections`.
 
     Raises:
-        UserError: see `injection.load_injections` and `injection.refuse_clean_data`.
+        UserError: none of the questions that are asked, by id, was attacked, or see
+            `injection.load_injections` and `injection.refuse_clean_data`.
     """
     if config.eval.injections is None:
         return {}
     path = Path(config.eval.injections)
     found = load_injections(path)
     refuse_clean_data(found, load_built(config, "dev").chunks["text"][:], path)
+    if found.keys().isdisjoint(asked):
+        raise UserError(
+            f"eval.injections: {path} attacks none of the questions that are asked; raise "
+            "eval.questions_per_dataset, or inject into more of them"
+        )
     return found
 
 

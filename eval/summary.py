@@ -11,6 +11,7 @@ from eval.answers import Answer, Variant
 from eval.budget import best_under, default_budgets
 from eval.differences import contrasts_among, measure, versus
 from eval.labels import ERROR_NAMES, SYSTEM_NAMES, cell_label
+from eval.metrics import normalize_answer
 from eval.significance import Interval, bootstrap_intervals
 from recipes.systems import SystemName
 
@@ -74,6 +75,7 @@ def summarize(
                 "left out the middle of a context too long for the prompt",
                 (answer for answer in answers if answer.cut_tokens),
             ),
+            *_unscorable(answers),
         ],
         "examples": _examples(answers, examples, order),
     }
@@ -204,6 +206,17 @@ def _slower_than_computing(results: Iterable[Json]) -> list[str]:
 def _count_by_system(what: str, answers: Iterable[Answer]) -> list[str]:
     counts = Counter(answer.system for answer in answers)
     return [f"{count} answers of {SYSTEM_NAMES[name]} {what}" for name, count in counts.items()]
+
+
+def _unscorable(answers: Iterable[Answer]) -> list[str]:
+    """Says so where F1 is 0 by its definition, as for the gold answer "The The"."""
+    questions = {a.question_id for a in answers if not any(map(normalize_answer, a.gold))}
+    if not questions:
+        return []
+    return [
+        f"of the gold answers of {len(questions)} questions scoring leaves nothing, for it deletes "
+        "articles and punctuation: their F1 is 0 whatever is answered"
+    ]
 
 
 def _examples(

@@ -11,10 +11,14 @@ Column = tuple[str, Callable[[Json], str]]
 
 
 def table(rows: Sequence[Json], columns: Sequence[Column], left: int | None = None) -> str:
-    """Columns two spaces apart: those up to `weights`, or the first `left`, to the left."""
+    """Columns two spaces apart: those up to `weights`, or the first `left`, to the left.
+
+    A line end in a cell, as a name may have one, becomes a space.
+    """
     heads = [head for head, _ in columns]
     left = heads.index("weights") + 1 if left is None else left
-    lines = [heads, *([show(row) for _, show in columns] for row in rows)]
+    cells = [heads, *([show(row) for _, show in columns] for row in rows)]
+    lines = [[" ".join(cell.split()) for cell in line] for line in cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -50,4 +50,6 @@ def render(result: Result) -> str:
     from eval.cost_report import render_cost
 
     pictures = [f"drawn: {path}" for path in result.get("pictures", [])]
+    if result.get("pictures") == []:
+        pictures = ["nothing drawn: no system reaches the F1 within the latency budget"]
     return "\n".join([render_cost(result), *pictures])

@@ -35,8 +35,10 @@ def arms_of(config: Recipe) -> list[Arm]:
     named += [(arm.name, tuple(arm.systems), list(arm.set)) for arm in config.eval.arms]
     arms = [Arm("", config, tuple(config.eval.systems))]
     for name, systems, changes in named:
-        if name not in config.eval.ablations and ("+" in name or name in ABLATIONS):
-            raise UserError(f"arm {name!r}: the names of ablations, and + between two, are taken")
+        if name not in config.eval.ablations and ("+" in name or name in (*ABLATIONS, "recipe")):
+            raise UserError(
+                f"arm {name!r}: recipe, the names of ablations, and + between two are taken"
+            )
         for change in changes:
             section = change.partition("=")[0].partition(".")[0]
             if section in _FIXED and not change.startswith("eval.runs."):

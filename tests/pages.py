@@ -93,6 +93,8 @@ def result() -> Json:
         }
         for place, cell in enumerate(CELLS)
     ]
+    came = {"attacked": 6, "retrieved": 1.0, "in_nugget": None, "target_in_nugget": None}
+    came |= {"in_prefix": 0.5, "success": 0.25, "success_low": 0.0456, "success_high": 0.6994}
     difference = {"questions": 6, "mean": 10.0, "low": 1.0, "high": 19.0, "relative_percent": 33.3}
     return {
         "recipe": f"tiny {HOSTILE}",
@@ -116,6 +118,12 @@ def result() -> Json:
         "budget": [
             {"budget_ms": 100.0, **rows[0], "difference": difference},
             {"budget_ms": None, **rows[2], "difference": None},
+        ],
+        "injection": [
+            {**CELLS[1], **came, "success_in_prefix": 0.5, "f1": 12.5, "clean": difference}
+            | {"by": {"kind": {HOSTILE: came}, "place": {"end": came}, "carrier": {}}},
+            {**CELLS[2], **came, "success_in_prefix": None, "f1": 7.5, "clean": None}
+            | {"by": {"kind": {"clause": came}, "place": {}, "carrier": {}}},
         ],
         "config": {"nuggets": {"url": "https://secret.example"}},
     }

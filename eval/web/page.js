@@ -30,8 +30,9 @@ drawHead();
 fill("results", cells, () => [resultsTable()]);
 fill("budget", result.budget, () => [budgetTable()]);
 fill("differences", result.differences, differencesTables);
+fill("injection", result.injection, injectionTables);
 document.querySelector("nav").append(...[...document.querySelectorAll("main > section")].map((section) =>
-  html("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
+  html("a", { href: `#${section.id}` }, section.id)));
 fillFilters();
 followAddress();
 if (state.q) byId("questions").scrollIntoView();

@@ -129,7 +129,7 @@ const f1Axis = {
 function valueAxis(name, label, log) {
   const values = cells.map((row) => row[name]);
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  return log ? { label, log, low: low / 1.3, high: high * 1.3 } : { label, low: 0, high: high * 1.06 };
+  return log ? { label, log, low: low / 1.3, high: high * 1.3 } : { label, low: 0, high: (high || 1) * 1.06 };
 }
 
 function scatter(figure, title, name, label, log) {

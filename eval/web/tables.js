@@ -114,3 +114,35 @@ function differencesTables() {
     return rows.length ? [html("h3", KINDS[kind]), differencesTable(kind, rows)] : [];
   });
 }
+
+// How far planted instructions came, and of which attacks answers were obedient.
+function injectionTables() {
+  const share = (head, name) => column(head, name, percent);
+  const came = [
+    column("Attacked", "attacked"),
+    share("Retrieved", "retrieved"),
+    share("In a nugget", "in_nugget"),
+    share("Target in a nugget", "target_in_nugget"),
+    share("Target in prefix", "in_prefix"),
+    share("Obeyed", "success"),
+    {
+      head: "95% interval",
+      value: (row) => row.success_low,
+      show: (row) => interval(row.success_low, row.success_high, percent),
+    },
+    share("Obeyed if in prefix", "success_in_prefix"),
+    column("F1", "f1", number(1)),
+    pointsColumn("F1 against clean, points", (row) => row.clean),
+  ];
+  const groups = Object.keys(result.injection[0].by).flatMap((group) => {
+    const values = new Set(result.injection.flatMap((row) => Object.keys(row.by[group])));
+    return [...values].map((value) => ({
+      head: value,
+      value: (row) => row.by[group][value]?.success,
+      show: (row) => percent(row.by[group][value]?.success),
+    }));
+  });
+  const titles = { "How far they came": came, "Obeyed, by kind, place and carrier": groups };
+  return Object.entries(titles).flatMap(([title, columns]) =>
+    [html("h3", title), sortable(title, [...CELL_COLUMNS, ...columns], result.injection)]);
+}

@@ -213,8 +213,30 @@ def test_systems_that_are_too_slow_or_too_weak_are_shown(write: Write) -> None:
     assert "Standard RAG: no cell within 100 ms P99: the fastest takes 1350.0 ms" in text
     assert "TurboRAG: does not reach F1 15.0: the best cell within the budget has 9.0" in text
     assert result["break_even"] == []
-    with pytest.raises(UserError, match="no system reaches the F1"):
-        draw_cost(cost(scenario("goal.f1=90"), [file]), Path("x.png"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "goal", "why"),
+    [
+        (["goal.f1=90"], "F1 of at least 90.0 (given)", "does not reach F1 90.0"),
+        (
+            ["goal.f1=null", "goal.p99_ttft_ms=0.1"],
+            "no cell is within the latency budget",
+            "no cell within 0.1 ms",
+        ),
+    ],
+)
+def test_where_no_system_is_eligible_each_says_why_and_nothing_is_drawn(
+    changes: list[str], goal: str, why: str, write: Write, tmp_path: Path
+) -> None:
+    file = write(row("standard_rag", 10.0, 900.0), row("coinrag", 9.0, 60.0, k=10))
+    result = cost(scenario(*changes), [file])
+    assert not any(one["eligible"] for one in result["systems"])
+    text = render_cost(result)
+    assert goal in text
+    assert text.count(why) == len(result["systems"]) == 2
+    assert draw_cost(result, tmp_path / "no" / "x.png") == []
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_system_out_of_the_budget_does_not_lower_the_target(write: Write) -> None:
@@ -456,6 +478,8 @@ def test_the_picture_has_a_line_a_system(tmp_path: Path) -> None:
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0, 0, 0)} <= colours
     drawn = paths[1].read_text(encoding="utf-8")
     assert drawn.count("<svg") == 1
-    for wrong, message in ((tmp_path, "is a folder"), (tmp_path / "no" / "x.png", "No such file")):
+    for wrong, message in ((tmp_path, "is a folder"), (paths[0] / "x.png", "File exists")):
         with pytest.raises(UserError, match=message):
             draw_cost(cost(PAPER), wrong)
+    made = draw_cost(cost(PAPER), tmp_path / "new" / "folder" / "x.svg")
+    assert [path.is_file() for path in made] == [True, True]

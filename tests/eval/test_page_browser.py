@@ -67,6 +67,8 @@ const column = (section, place) => texts(`${section} tbody tr > :nth-child(${pla
   await visit("");
   const { scrollWidth, clientWidth } = page.documentElement;
   seen.widths = [scrollWidth, clientWidth, frame.clientWidth];
+  const nav = page.querySelector("nav");
+  seen.nav = [nav.scrollWidth, nav.clientWidth, nav.offsetHeight, texts("nav a")];
   seen.small = all("button, select, input, nav a").filter((node) => {
     const { width, height } = node.getBoundingClientRect();
     return width < 40 || height < 40;
@@ -88,6 +90,8 @@ const column = (section, place) => texts(`${section} tbody tr > :nth-child(${pla
   click("#results th button", "Gold recall");
   seen.unknown = column("#results", 5);
   seen.budget = texts("#budget tbody tr:first-child > *");
+  const cellsOf = (row) => [...row.children].map((each) => each.textContent);
+  seen.injection = all("#injection tbody").map((body) => [...body.rows].map(cellsOf));
   seen.differences = texts("#differences h3, #differences tbody tr:first-child > *");
 
   seen.marks = all("figure").map((figure) => figure.querySelectorAll("g .mark").length);
@@ -225,6 +229,10 @@ def test_a_phone_shows_it_without_scrolling_sideways(visit: Visit) -> None:
     scrolled, shown, frame = visit.seen["widths"]
     assert scrolled == shown <= frame == 360
     assert visit.seen["small"] == []
+    inside, shown, height, links = visit.seen["nav"]
+    assert inside == shown, "every link is in view"
+    assert height <= 2 * 41 + 1
+    assert links == ["results", "budget", "plots", "differences", "injection", "questions"]
 
 
 def test_tables_say_the_figures_and_sort(visit: Visit) -> None:
@@ -249,6 +257,18 @@ def test_tables_say_the_figures_and_sort(visit: Visit) -> None:
         *("CoinRAG", "fine-tuned", "3/4", "isolated", "−10.0 [−19.0, −1.0]", "+33.3 %"),
         *("CoinRAG 3/4, fine-tuned", "–", "–", "6"),
     ]
+
+
+def test_planted_instructions_have_their_tables(visit: Visit) -> None:
+    cells = [["CoinRAG", "base", "3/4", "recipe"], ["CoinRAG", "fine-tuned", "3/4", "recipe"]]
+    came = ["6", "100 %", "–", "–", "50 %", "25 %", "[5 %, 70 %]"]
+    first, second = visit.seen["injection"]
+    assert first == [
+        [*cells[0], *came, "50 %", "12.5", "+10.0 [+1.0, +19.0]"],
+        [*cells[1], *came, "–", "7.5", "–"],
+    ]
+    # By what any cell was attacked with: two kinds and one place.
+    assert second == [[*cells[0], "25 %", "–", "25 %"], [*cells[1], "–", "25 %", "–"]]
 
 
 def test_plots_tell_their_values_and_systems_can_be_hidden(visit: Visit) -> None:
