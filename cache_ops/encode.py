@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from cache_ops.attention import PACKED
+from cache_ops.attention import PACKED, PACKED_VARLEN
 from cache_ops.cached import CACHED
 from cache_ops.hf import decoder
 
@@ -75,7 +75,7 @@ def encode_chunk_by_base(model: PreTrainedModel, token_ids: Sequence[int]) -> Te
 @contextmanager
 def _ordinary_attention(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation
-    if before not in (PACKED, CACHED):
+    if before not in (PACKED, PACKED_VARLEN, CACHED):
         yield
         return
     model.set_attn_implementation("sdpa")

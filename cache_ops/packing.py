@@ -10,7 +10,8 @@ segments.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -64,8 +65,26 @@ class PackedLayout:
     """The rotation of each sliced key to its new position, fp32."""
     visible: tuple[Tensor, ...]
     """For each example [own tokens, prefix + own tokens]: key position <= query position."""
+    own_is_causal: bool
+    """`visible` is plain causality behind the prefix in all examples: own token i sees the whole
+    prefix and own tokens up to i."""
     detach_context: bool
     """No gradient flows from an answer into the encoding of its prefix."""
+    segment_bounds_N: Tensor = field(init=False)
+    own_bounds_N: Tensor = field(init=False)
+    key_bounds_N: Tensor = field(init=False)
+    """Where each segment, each example's own tokens, and its prefix and own tokens together start
+    when laid one after the other, and where the last ends: int32."""
+
+    def __post_init__(self) -> None:
+        keys = [mask.shape[1] for mask in self.visible]
+        for name, lengths in (
+            ("segment_bounds_N", self.segment_lengths),
+            ("own_bounds_N", self.own_lengths),
+            ("key_bounds_N", keys),
+        ):
+            bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            object.__setattr__(self, name, bounds.to(self.cosine_PD.device))
 
     def to(self, device: torch.device) -> Self:
         """The same layout with its tensors on `device`."""
@@ -133,10 +152,10 @@ def pack(
     Raises:
         ValueError: no examples, an example without query tokens, or a plan beyond its chunk's end.
     """
-    used_tokens = _used_tokens(examples, chunk_ids)
+    lengths = used_tokens(examples, chunk_ids)
     segment_ids: list[int] = []
     first_row: dict[str, int] = {}
-    for chunk, length in used_tokens.items():
+    for chunk, length in lengths.items():
         first_row[chunk] = len(segment_ids)
         segment_ids.extend(chunk_ids[chunk][:length])
     prefix_rows = [
@@ -148,7 +167,7 @@ def pack(
         examples,
         rope,
         segment_ids,
-        tuple(used_tokens.values()),
+        tuple(lengths.values()),
         prefix_rows_P=torch.cat([torch.empty(0, dtype=torch.long), *prefix_rows]),
         detach_context=detach_context,
     )
@@ -231,6 +250,10 @@ def _lay_out(
         cosine_PD=cosine_PD,
         sine_PD=sine_PD,
         visible=tuple(visible),
+        own_is_causal=all(
+            torch.equal(mask, torch.ones_like(mask).tril(mask.shape[1] - mask.shape[0]))
+            for mask in visible
+        ),
         detach_context=detach_context,
     )
     return PackedBatch(
@@ -247,10 +270,14 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
 
 
-def _used_tokens(
+def used_tokens(
     examples: Sequence[Example], chunk_ids: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
-    """For each chunk of the batch, in order of first use, one past its last used token."""
+    """For each chunk of the batch, in order of first use, one past its last used token.
+
+    Raises:
+        ValueError: a plan beyond its chunk's end.
+    """
     used: dict[str, int] = {}
     for example in examples:
         for piece in example.plan.slices:

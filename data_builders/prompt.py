@@ -23,6 +23,8 @@ class PromptTemplate:
 
     Attributes:
         prompt_ids: everything before the passages; the same for every question.
+        prompt_text: their text, without what a tokenizer itself puts before plain text.
+        query_parts: the text after the passages, before and after the question.
         stop_ids: tokens that end an answer.
         digest: SHA-256, in hex, of what determines the rendered parts and stop tokens.
 
@@ -33,6 +35,9 @@ class PromptTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PromptConfig) -> None:
         self._tokenizer = tokenizer
         before, self._after, self._answer_lead, end_of_turn = _render(tokenizer, config)
+        self.prompt_text = before
+        head, _, tail = self._after.partition(_QUESTION)
+        self.query_parts = (head, tail)
         self._end_of_turn = end_of_turn
         self._special = special_tokens(tokenizer)
         self.prompt_ids: list[int] = self._encode(before)
@@ -50,7 +55,7 @@ class PromptTemplate:
         """
         if not self._special.search(question):
             return self._encode(self._after.replace(_QUESTION, question))
-        head, tail = self._after.split(_QUESTION)
+        head, tail = self.query_parts
         return [*self._encode(head), *self._encode_plainly(question), *self._encode(tail)]
 
     def answer_ids(self, answer: str) -> list[int]:

@@ -49,7 +49,8 @@ def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
     if checkpoint == "base":
         return Weights(base, base, "base", trained=False)
     run = Path(getattr(config.eval.runs, system) or config.train.run_folder)
-    folder = run / "checkpoint"
+    # An export of a run has the weights beside its contract.
+    folder = run if (run / "serving.json").is_file() else run / "checkpoint"
     if not (folder / "config.json").is_file():
         raise UserError(
             f"no fine-tuned checkpoint at {folder}: run coinrag train with this recipe first "

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launch import ask, cache, cost
+from launch import ask, cache, check, cost, export
 from launch.cache import UnrepairedError
 from launch.commands import (
     RECIPE_HELP,
@@ -26,6 +26,7 @@ from launch.commands import (
     train,
     world,
 )
+from launch.training import SHARDINGS, Nodes
 from recipes.exit import INTERRUPTED, OK, USERS, Ending, run
 
 
@@ -48,15 +49,15 @@ def parser() -> argparse.ArgumentParser:
         if name == "build":
             _add_build_flags(command)
         if name == "train":
-            command.add_argument(
-                "--processes", type=_positive, default=1, help="ranks on this machine (default 1)"
-            )
+            _add_train_flags(command)
     ask.add_command(add)
     stores = commands.add_parser("cache", help="Keep stores of chunks' keys and values.")
     cache.add_commands(
         _adder(stores.add_subparsers(dest="cache_command", required=True, metavar="COMMAND"))
     )
+    check.add_command(add)
     cost.add_command(add)
+    export.add_command(add)
     command = add("world", "Write a fictional world of questions and passages.")
     command.add_argument("folder", metavar="OUT", help="folder for train.jsonl and dev.jsonl")
     command.add_argument("--train", type=_positive, default=1200, help="questions (default 1200)")
@@ -99,6 +100,21 @@ def _adder(commands: Any) -> Callable[[str, str], argparse.ArgumentParser]:
         return command
 
     return add
+
+
+def _add_train_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--processes", type=_positive, default=1, help="ranks on this machine (default 1)"
+    )
+    command.add_argument(
+        "--sharding", choices=SHARDINGS, default="ddp", help="how ranks share the model"
+    )
+    several = command.add_argument_group(
+        "several machines (the same command on each, with its own --node-rank)"
+    )
+    several.add_argument("--nodes", type=_positive, default=1, help="machines (default 1)")
+    several.add_argument("--node-rank", type=int, default=0, help="of this machine, from 0")
+    several.add_argument("--head", metavar="HOST:PORT", help="on machine 0, where ranks meet")
 
 
 def _add_build_flags(command: argparse.ArgumentParser) -> None:
@@ -201,7 +217,13 @@ def _call(arguments: argparse.Namespace) -> Result:
                 write_batch=arguments.write_batch,
             )
         case "train":
-            return train(arguments.arguments, arguments.processes, quiet_stdout=arguments.json)
+            return train(
+                arguments.arguments,
+                arguments.processes,
+                sharding=arguments.sharding,
+                nodes=Nodes(arguments.nodes, arguments.node_rank, arguments.head),
+                quiet_stdout=arguments.json,
+            )
         case "compare":
             return compare(arguments.arguments)
         case "ask":
@@ -216,8 +238,27 @@ def _call(arguments: argparse.Namespace) -> Result:
             )
         case "cache":
             return cache.call(arguments)
+        case "check":
+            return check.check(
+                arguments.arguments,
+                samples=arguments.samples,
+                processes=arguments.processes,
+                sharding=arguments.sharding,
+                gpu_gib=arguments.gpu_gib,
+                tflops=arguments.tflops,
+                probe=arguments.probe,
+            )
         case "cost":
             return cost.cost(arguments.arguments, arguments.measured, arguments.picture)
+        case "export":
+            return export.export(
+                arguments.run,
+                arguments.out,
+                form=arguments.form,
+                dtype=arguments.dtype,
+                store=arguments.build_store,
+                questions=arguments.questions,
+            )
         case "inject":
             return inject(
                 arguments.questions,
@@ -254,8 +295,12 @@ def _show(arguments: argparse.Namespace, result: Result) -> None:
                 print(render_statistics(result["reports"]))
         case "cache":
             print(cache.render(arguments.cache_command, result))
+        case "check":
+            print(check.render(result))
         case "cost":
             print(cost.render(result))
+        case "export":
+            print(export.render(result))
         case "train":
             print(result["run_folder"])
         case "world":

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from launch.training import ONE_NODE, Nodes, Sharding
 from recipes.exit import OK, Ending
 
 Result = dict[str, Any]
@@ -94,20 +95,34 @@ def build(
     return result
 
 
-def train(arguments: Sequence[str], processes: int = 1, *, quiet_stdout: bool = False) -> Result:
+def train(
+    arguments: Sequence[str],
+    processes: int = 1,
+    *,
+    sharding: Sharding = "ddp",
+    nodes: Nodes = ONE_NODE,
+    quiet_stdout: bool = False,
+) -> Result:
     """Train a recipe in processes of its own; the run folder.
 
     With `quiet_stdout` what the training prints goes to stderr.
 
     Raises:
-        UserError: the recipe is wrong; found before any process starts.
+        UserError: the recipe is wrong, or its ranks cannot be started so; found before any process
+            starts.
         TrainingFailedError: the training ended with another status than 0.
     """
     from launch.training import run_training
     from recipes.resolve import resolve
 
     config = resolve(arguments).config
-    ending = run_training(arguments, processes, output=sys.stderr if quiet_stdout else None)
+    ending = run_training(
+        arguments,
+        processes,
+        sharding=sharding,
+        nodes=nodes,
+        output=sys.stderr if quiet_stdout else None,
+    )
     if ending.status != OK:
         raise TrainingFailedError(ending)
     return {"run_folder": config.train.run_folder}

@@ -12,14 +12,14 @@ from pydantic import Field, ValidationInfo, field_validator
 from recipes.building import BuildConfig, DataConfig, NuggetsConfig, RaftConfig, RetrievalConfig
 from recipes.evaluation import EvalConfig
 from recipes.section import (
-    Fraction,
     Positive,
     Prose,
     Section,
     Text,
     mistake,
 )
-from recipes.systems import SystemsConfig, TrainedSystem
+from recipes.systems import SystemsConfig
+from recipes.training import TrainConfig
 
 # LongBench's multi-hop prompt, split where the passages go.
 _INSTRUCTION = (
@@ -86,56 +86,6 @@ class StoreConfig(Section):
     memory_gib: Annotated[float, Field(ge=0.0)] = 1.0
 
 
-class LoraConfig(Section):
-    rank: Positive = 16
-    alpha: Positive = 32
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    target_modules: Annotated[list[Text], Field(min_length=1)] = [
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    ]  # fmt: skip
-
-
-class WandbConfig(Section):
-    project: Text
-    mode: Literal["online", "offline"] = "offline"
-
-
-class TrainConfig(Section):
-    # Whose prefixes are trained on; block_attention learns each sample in full and in blocks.
-    system: TrainedSystem = "coinrag"
-    tuning: Literal["full", "lora"] = "full"
-    lora: LoraConfig = LoraConfig()
-    learning_rate: Annotated[float, Field(gt=0.0)] = 5e-6
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    warmup_fraction: Fraction = 0.03
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    epochs: Positive = 1
-    max_steps: Positive | None = None
-    # Samples of one optimizer step: over micro-batches, accumulation and all ranks together.
-    effective_batch_samples: Positive = 16
-    micro_batch_samples: Positive = 4
-    max_length_tokens: Positive = 1024
-    gradient_checkpointing: bool = False
-    mixed_precision: Literal["no", "bf16"] = "no"
-    log_every_steps: Positive = 1
-    save_every_steps: Positive | None = None
-    resume: bool = False
-    run_folder: Text
-    wandb: WandbConfig | None = None
-
-    @field_validator("micro_batch_samples")
-    @classmethod
-    def _divides_effective_batch(cls, micro: int, info: ValidationInfo) -> int:
-        effective = info.data.get("effective_batch_samples", micro)
-        if effective % micro:
-            raise mistake(
-                f"expected a divisor of train.effective_batch_samples ({effective}), got {micro}",
-                involves="train.effective_batch_samples",
-            )
-        return micro
-
-
 class Recipe(Section):
     """Everything one run needs; the sections are described in the shipped YAML recipes."""
 
@@ -177,6 +127,28 @@ class Recipe(Section):
                 "expected full",
                 at="context.gradient",
                 involves="train.system",
+            )
+        return section
+
+    @field_validator("train")
+    @classmethod
+    def _base_encodes_context(cls, section: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        context = info.data.get("context")
+        if context is None or section.tuning != "lora" or not section.lora.activated:
+            return section
+        if context.gradient != "frozen":
+            raise mistake(
+                "an activated adapter leaves the context to the base model: expected frozen, got "
+                f"{context.gradient}",
+                at="context.gradient",
+                involves="train.lora.activated",
+            )
+        if section.system not in ("coinrag", "turborag"):
+            raise mistake(
+                f"an activated adapter acts from the query on, and {section.system} computes more "
+                "with the trained weights: expected coinrag or turborag",
+                at="train.system",
+                involves="train.lora.activated",
             )
         return section
 

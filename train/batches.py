@@ -1,15 +1,21 @@
 """Which samples an optimizer step sees, and how ranks and micro-batches share them.
 
 The order depends on the seed and the epoch alone. A step's samples are dealt to micro-batches
-before they are dealt to ranks, so one process and several see the same micro-batches.
+before they are dealt to ranks. Dealt by samples, one process and several see the same
+micro-batches; dealt by tokens (`micro_batch_tokens`), passes carry equal work.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Self
 
 import numpy as np
 
 from recipes.errors import UserError
+from recipes.training import TrainConfig
+from train.grouping import group_by_chunks
 
 
 @dataclass(frozen=True)
@@ -25,37 +31,144 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The steps of a whole run over `samples` samples."""
+    """The steps of a whole run over the samples whose row lengths, in tokens, are `tokens`."""
 
-    samples: int
+    tokens: Sequence[int]
     effective_batch: int
     micro_batch: int
+    """Most samples of one pass."""
     ranks: int
     seed: int
+    micro_batch_tokens: int | None = None
+    """Most tokens of one pass, but for a single longer sample; None: samples alone decide."""
+    chunks: Sequence[Sequence[str]] | None = None
+    """The chunks of each sample, for samples that share some to meet; None: as they come."""
+    _epochs: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        train: TrainConfig,
+        tokens: Sequence[int],
+        chunks: Sequence[Sequence[str]],
+        *,
+        ranks: int,
+        seed: int,
+    ) -> Self:
+        """The order that a recipe asks for.
+
+        Raises:
+            UserError: the ranks cannot share an effective batch.
+        """
+        return cls(
+            tokens,
+            train.effective_batch_samples,
+            train.micro_batch_samples,
+            ranks,
+            seed,
+            train.micro_batch_tokens,
+            chunks if train.group_shared_chunks else None,
+        )
 
     def __post_init__(self) -> None:
-        if self.effective_batch % (self.micro_batch * self.ranks):
+        shares = self.ranks if self.micro_batch_tokens else self.micro_batch * self.ranks
+        if self.effective_batch % shares:
+            passes = "" if self.micro_batch_tokens else "train.micro_batch_samples "
+            passes += "" if self.micro_batch_tokens else f"({self.micro_batch}) x "
             raise UserError(
                 f"train.effective_batch_samples ({self.effective_batch}) must be a multiple of "
-                f"train.micro_batch_samples ({self.micro_batch}) x {self.ranks} ranks"
+                f"{passes}{self.ranks} ranks"
             )
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch; the last may have fewer samples."""
-        return math.ceil(self.samples / self.effective_batch)
+        return math.ceil(len(self.tokens) / self.effective_batch)
 
     def step_samples(self, step: int) -> list[int]:
         """Sample indices of optimizer step `step`, counted from 0 over all epochs."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng((self.seed, epoch)).permutation(self.samples)
-        first = step_in_epoch * self.effective_batch
-        return [int(index) for index in order[first : first + self.effective_batch]]
+        samples, _, place = self._step(step)
+        return samples[place]
 
     def micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """The passes of one rank in a step; every rank has as many."""
-        samples = self.step_samples(step)
+        samples, groups, place = self._step(step)
+        if self.micro_batch_tokens is None:
+            parts = self._split_samples(samples[place])
+        else:
+            runs = groupby(range(len(samples))[place], key=lambda at: groups[at])
+            parts = self._deal([[samples[at] for at in run] for _, run in runs])
+        mine = parts[rank :: self.ranks]
+        filler = MicroBatch(samples[place][:1], False)
+        return [MicroBatch(part) if part else filler for part in mine]
+
+    def longest(self, steps: int) -> MicroBatch:
+        """The pass with the most tokens of the first `steps` steps, over all ranks."""
+        passes = (
+            micro_batch
+            for step in range(min(steps, self.steps_per_epoch))
+            for rank in range(self.ranks)
+            for micro_batch in self.micro_batches(step, rank)
+        )
+        return max(passes, key=lambda one: self._cost(one.indices))
+
+    def _cost(self, samples: Sequence[int]) -> int:
+        return sum(self.tokens[sample] for sample in samples)
+
+    def _step(self, step: int) -> tuple[list[int], list[int], slice]:
+        """An epoch's samples and the group of each, and the place of a step among them."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        if epoch not in self._epochs:
+            self._epochs.clear()
+            self._epochs[epoch] = self._order(epoch)
+        first = step_in_epoch * self.effective_batch
+        return *self._epochs[epoch], slice(first, first + self.effective_batch)
+
+    def _order(self, epoch: int) -> tuple[list[int], list[int]]:
+        shuffled = np.random.default_rng((self.seed, epoch)).permutation(len(self.tokens)).tolist()
+        if self.chunks is None:
+            return shuffled, shuffled
+        most_tokens = self.micro_batch_tokens or math.inf
+        groups = group_by_chunks(
+            shuffled, self.chunks, self.tokens, most=self.micro_batch, most_tokens=most_tokens
+        )
+        numbers = [number for number, group in enumerate(groups) for _ in group]
+        return [sample for group in groups for sample in group], numbers
+
+    def _split_samples(self, samples: list[int]) -> list[list[int]]:
         passes = math.ceil(len(samples) / (self.micro_batch * self.ranks))
         parts = np.array_split(np.array(samples), passes * self.ranks)
-        mine = [[int(index) for index in part] for part in parts[rank :: self.ranks]]
-        return [MicroBatch(part) if part else MicroBatch(samples[:1], False) for part in mine]
+        return [part.tolist() for part in parts]
+
+    def _deal(self, groups: list[list[int]]) -> list[list[int]]:
+        """As few passes as hold the groups, longest first, each to the pass with the least work."""
+        assert self.micro_batch_tokens is not None, "dealt by tokens"
+        ordered = sorted(groups, key=self._cost, reverse=True)
+        work = self._cost([sample for group in groups for sample in group])
+        passes = max(1, math.ceil(work / (self.micro_batch_tokens * self.ranks)))
+        while (parts := self._fill(ordered, passes * self.ranks)) is None:
+            passes += 1
+        # Ranks wait for each other after every pass: neighbours in length run side by side.
+        return sorted(parts, key=self._cost, reverse=True)
+
+    def _fill(self, groups: list[list[int]], bins: int) -> list[list[int]] | None:
+        assert self.micro_batch_tokens is not None, "dealt by tokens"
+        parts: list[list[int]] = [[] for _ in range(bins)]
+        loads = [0] * bins
+        for group in groups:
+            cost = self._cost(group)
+            fitting = [
+                number
+                for number, part in enumerate(parts)
+                if not part
+                or (
+                    loads[number] + cost <= self.micro_batch_tokens
+                    and len(part) + len(group) <= self.micro_batch
+                )
+            ]
+            if not fitting:
+                return None
+            lightest = min(fitting, key=lambda number: loads[number])
+            parts[lightest] += group
+            loads[lightest] += cost
+        return parts

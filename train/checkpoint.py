@@ -1,71 +1,168 @@
-"""Saving and loading: the state a run resumes from, and the model a stranger loads.
+"""What a run leaves: states to resume from, the best weights so far, and the trained model.
 
-Everything is safetensors and JSON; nothing is unpickled.
+Everything is safetensors and JSON; nothing is unpickled. Whole tensors are saved whatever the
+sharding, so a state can be resumed on another number of ranks.
 """
 
 import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cache_ops.links import save_links, take_links
-from train.run_folder import remove_other_states, replace_folder
+from recipes.errors import UserError
+from recipes.training import TrainConfig
+from train.adapters import mark_activated, merge
+from train.ranks import from_main
+from train.run_folder import replace_folder
+from train.tensor_files import FILE_BYTES, DamagedError, TensorFiles, write_tensors
+from train.watching import Watch
+from train.whole import put_state, whole_state
 
-_STATE = "state.safetensors"
+logger = logging.getLogger(__name__)
+
 _PROGRESS = "progress.json"
+_WEIGHT = "weight."
+_GENERATOR = "generator"
+
+
+@dataclass
+class Progress:
+    """How far a run has come; the same on all ranks, and part of its state."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    seconds: float = 0.0
+    """That they took, over all parts of the run."""
+    watch: Watch = field(default_factory=Watch)
+    tracker_ids: dict[str, str] = field(default_factory=dict)
+    """Where each tracker goes on with this run."""
 
 
 def save_state(
-    run_folder: Path, step: int, model: nn.Module, optimizer: Optimizer, seconds: float
+    accelerator: Accelerator,
+    run_folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: Optimizer,
+    keep: int,
 ) -> None:
-    """Saves trainable weights, optimizer and random generators after `step` finished steps."""
-    tensors: dict[str, Tensor] = {
-        f"weight.{name}": weight
-        for name, weight in model.named_parameters()
-        if weight.requires_grad
-    }
-    for number, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{number}.{key}": value for key, value in state.items()}
-    tensors["generator.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["generator.cuda"] = torch.cuda.get_rng_state()
+    """Saves trained weights, optimizer, progress and every rank's random generators; collective.
 
-    def write(folder: Path) -> None:
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(plain, folder / _STATE)
-        (folder / _PROGRESS).write_text(json.dumps({"step": step, "seconds": seconds}))
+    The newest `keep` states stay. The new one is there before the oldest goes, so there is room
+    needed for `keep` + 1.
 
-    target = run_folder / "state" / f"step-{step:08d}"
-    replace_folder(target, write)
-    remove_other_states(target)
+    Raises:
+        UserError: it cannot be written (no room, no right).
+    """
+    target = run_folder / "state" / f"step-{progress.step:08d}"
+    states = _states(run_folder)
+    tensors = chain(_generators(accelerator), whole_state(accelerator, model, optimizer))
+    described = asdict(progress) | {"made_with": _circumstances(accelerator)}
+    if accelerator.is_main_process:
+        # Only what could not be read is newer than a step that was trained.
+        _remove(state for state in states if state.name >= target.name)
+    _write(accelerator, target, tensors, described)
+    if accelerator.is_main_process:
+        older = [state for state in states if state.name < target.name]
+        _remove(older[: max(0, len(older) - keep + 1)])
+        _remove_bests(run_folder, {progress.watch.best_step})
+    accelerator.wait_for_everyone()
 
 
-def load_state(run_folder: Path, model: nn.Module, optimizer: Optimizer) -> tuple[int, float]:
-    """Puts the newest state back; the finished steps and seconds, 0 where there is no state."""
-    states = sorted((run_folder / "state").glob("step-*"))
-    if not states:
-        return 0, 0.0
-    tensors = load_file(states[-1] / _STATE)
+def load_state(
+    accelerator: Accelerator,
+    run_folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    train: TrainConfig,
+) -> Progress:
+    """Puts the newest whole state back, or does nothing where there is none; collective.
+
+    States that are not whole are passed over and named in the log.
+
+    Raises:
+        UserError: it is of another number of ranks, and random numbers are drawn in training.
+    """
+    step = from_main(accelerator, _newest_whole(run_folder) if accelerator.is_main_process else 0)
+    if not step:
+        return Progress()
+    folder = run_folder / "state" / f"step-{step:08d}"
+    found = json.loads((folder / _PROGRESS).read_text("utf-8"))
+    made_with = found["made_with"]
+    _check_circumstances(made_with, accelerator, train)
+    files = TensorFiles.open(folder)
+    put_state(accelerator, model, optimizer, files.files, files.read)
+    if made_with["ranks"] == accelerator.num_processes:
+        rank = accelerator.process_index
+        torch.set_rng_state(files.read(f"{_GENERATOR}.cpu")[rank].clone())
+        if f"{_GENERATOR}.cuda" in files.files and torch.cuda.is_available():
+            torch.cuda.set_rng_state(files.read(f"{_GENERATOR}.cuda")[rank].clone())
+    if accelerator.is_main_process:
+        logger.info("%s: goes on after step %d", run_folder, step)
+    watch = Watch.of(found["watch"])
+    if train.evaluate and train.evaluate.keep_best and watch.best_step:
+        try:
+            TensorFiles.open(_best(run_folder, watch.best_step))
+        except DamagedError as error:
+            logger.warning("the best weights, of step %d, are lost: %s", watch.best_step, error)
+            watch.best_step, watch.best_f1 = 0, None
+    return Progress(step, found["seconds"], watch, found["tracker_ids"])
+
+
+def save_best(
+    accelerator: Accelerator, run_folder: Path, model: nn.Module, optimizer: Optimizer, step: int
+) -> None:
+    """Keeps the weights after `step` as the best so far; collective.
+
+    Those that the newest state calls the best stay too, since a run may go on from there.
+
+    Raises:
+        UserError: they cannot be written (no room, no right).
+    """
+    state = whole_state(accelerator, model, optimizer)
+    weights = (one for one in state if one[0].startswith(_WEIGHT))
+    target = _best(run_folder, step)
+    _write(accelerator, target, weights, {"step": step})
+    if accelerator.is_main_process:
+        needed = {step}
+        for newest in _states(run_folder)[-1:]:
+            needed.add(json.loads((newest / _PROGRESS).read_text("utf-8"))["watch"]["best_step"])
+        _remove_bests(run_folder, needed)
+    accelerator.wait_for_everyone()
+
+
+def put_best(run_folder: Path, model: PreTrainedModel, step: int) -> None:
+    """Puts the weights that `save_best` has kept after `step` into a whole model.
+
+    Raises:
+        UserError: they are not there as they were written.
+    """
+    folder = _best(run_folder, step)
+    try:
+        files = TensorFiles.open(folder)
+        files.verify()
+    except DamagedError as error:
+        raise UserError(
+            f"{folder}, the best weights, are damaged: {error}. Delete {folder.parent} to train "
+            "again from the start, or set train.evaluate.keep_best=false in a new run"
+        ) from error
+    weights = dict(model.named_parameters())
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                weight.copy_(tensors[f"weight.{name}"])
-    restored: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, number, key = name.split(".")
-            restored.setdefault(int(number), {})[key] = tensor
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": restored})
-    torch.set_rng_state(tensors["generator.cpu"])
-    if torch.cuda.is_available() and "generator.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["generator.cuda"])
-    progress = json.loads((states[-1] / _PROGRESS).read_text())
-    return progress["step"], progress["seconds"]
+        for name in files.files:
+            weights[name.removeprefix(_WEIGHT)].copy_(files.read(name))
 
 
 def save_model(
@@ -74,25 +171,142 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     link_tokens: int = 0,
+    invocation: list[int] | None = None,
 ) -> None:
     """Writes `checkpoint`, with tokenizer, chat template and generation settings.
 
     LoRA also writes `adapter`; its checkpoint is the merged model, so that both kinds load alike.
     Link tokens, `link_tokens` for each document, lie in a file beside the weights of both.
+
+    Args:
+        run_folder: where to.
+        model: whole, on this rank; it is taken apart.
+        tokenizer: goes along.
+        link_tokens: for each document.
+        invocation: the tokens from which an activated adapter acts on.
+
+    Raises:
+        UserError: it cannot be written (no room, no right), or not be merged.
     """
     links_ND = take_links(model)
 
     def write_weights(folder: Path) -> None:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, max_shard_size=FILE_BYTES)
         if links_ND is not None:
             save_links(folder, links_ND, link_tokens)
 
-    if hasattr(model, "merge_and_unload"):
-        replace_folder(run_folder / "adapter", write_weights)
-        model = cast(Any, model).merge_and_unload()
+    def write_adapter(folder: Path) -> None:
+        write_weights(folder)
+        if invocation is not None:
+            mark_activated(folder, invocation)
 
     def write(folder: Path) -> None:
         write_weights(folder)
         tokenizer.save_pretrained(folder)
 
-    replace_folder(run_folder / "checkpoint", write)
+    try:
+        if hasattr(model, "merge_and_unload"):
+            replace_folder(run_folder / "adapter", write_adapter)
+            model = merge(model)
+        replace_folder(run_folder / "checkpoint", write)
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(run_folder, error) from error
+
+
+def _write(
+    accelerator: Accelerator,
+    target: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    described: dict[str, Any],
+) -> None:
+    """Writes a folder of tensors on the main rank; the others iterate along."""
+    if not accelerator.is_main_process:
+        for _ in tensors:
+            pass
+        return
+
+    def write(folder: Path) -> None:
+        (folder / _PROGRESS).write_text(json.dumps(described, indent=1), encoding="utf-8")
+        write_tensors(folder, tensors)
+
+    try:
+        replace_folder(target, write)
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(target, error) from error
+
+
+def _unwritable(target: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{target} cannot be written: {error}. What was there before still is; "
+        "train.resume=true goes on from the last state"
+    )
+
+
+def _generators(accelerator: Accelerator) -> Iterator[tuple[str, Tensor]]:
+    """The random state of every rank, [ranks, bytes]."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    for kind, state in states.items():
+        yield f"{_GENERATOR}.{kind}", accelerator.gather(state.to(accelerator.device)[None])
+
+
+def _states(run_folder: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted((run_folder / "state").glob("step-*"))
+
+
+def _best(run_folder: Path, step: int) -> Path:
+    return run_folder / "state" / f"best-{step:08d}"
+
+
+def _remove_bests(run_folder: Path, needed: set[int]) -> None:
+    kept = {_best(run_folder, step) for step in needed}
+    _remove(set((run_folder / "state").glob("best-*")) - kept)
+
+
+def _newest_whole(run_folder: Path) -> int:
+    """The step of the newest state that is whole; 0 where there is none."""
+    states = _states(run_folder)
+    for state in reversed(states):
+        try:
+            TensorFiles.open(state).verify()
+        except DamagedError as error:
+            logger.warning("passed over %s: %s", state, error)
+        else:
+            return int(state.name.removeprefix("step-"))
+    if states:
+        logger.warning("no state of %s can be read: it begins again", run_folder)
+    return 0
+
+
+def _circumstances(accelerator: Accelerator) -> dict[str, Any]:
+    """What must not change for a resumed run to be the same bit by bit."""
+    versions = {name: version(name) for name in ("torch", "transformers", "accelerate")}
+    ranks, sharding = accelerator.num_processes, accelerator.distributed_type.value
+    return {"ranks": ranks, "sharding": sharding, "device": accelerator.device.type, **versions}
+
+
+def _check_circumstances(
+    before: dict[str, Any], accelerator: Accelerator, train: TrainConfig
+) -> None:
+    now = _circumstances(accelerator)
+    if before["ranks"] != now["ranks"] and train.tuning == "lora" and train.lora.dropout:
+        raise UserError(
+            f"train.resume=true: the last state is of {before['ranks']} ranks, now there are "
+            f"{now['ranks']}; train.lora.dropout={train.lora.dropout} draws random numbers on each "
+            f"rank, so this would be another run: train on {before['ranks']} ranks, or begin a new "
+            "run"
+        )
+    changed = [
+        f"{name} {before[name]} -> {value}" for name, value in now.items() if before[name] != value
+    ]
+    if changed and accelerator.is_main_process:
+        logger.warning(
+            "resumed with %s: the same steps up to rounding, not bit by bit", ", ".join(changed)
+        )
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)

@@ -30,7 +30,7 @@ class FrozenContext:
     """The prefixes of micro-batches as keys and values of the base model."""
 
     def __init__(self, supply: Supply, dtype: torch.dtype) -> None:
-        self._supply = supply
+        self.supply = supply
         self._dtype = dtype
         self._tokens: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
@@ -46,12 +46,12 @@ class FrozenContext:
         `nuggets` are the token ranges of each chunk, which are kept should it be computed.
         """
         pieces = tuple(piece for example in examples for piece in example.plan.slices)
-        with self._supply.fetch(PrefixPlan(pieces), chunk_ids, nuggets) as supplied:
+        with self.supply.fetch(PrefixPlan(pieces), chunk_ids, nuggets) as supplied:
             self._tokens["memory"] += supplied.tokens_memory
             self._tokens["disk"] += supplied.tokens_disk
             self._tokens["computed"] += supplied.tokens_computed
             # The records' memory is the next micro-batch's once they are released.
-            return self._supply.layout.decode(supplied.records_TR, self._dtype).clone()
+            return self.supply.layout.decode(supplied.records_TR, self._dtype).clone()
 
     def take_tokens(self) -> dict[str, int]:
         """Prefix tokens since the last call, by where they came from."""
@@ -66,7 +66,7 @@ class FrozenContext:
 
     def close(self) -> None:
         """Closes the store."""
-        self._supply.close()
+        self.supply.close()
 
 
 def open_frozen_context(

@@ -7,7 +7,7 @@ from typing import Any
 
 from cache_ops.layout import Layout, computed, linked_chunks, whole_chunks
 from cache_ops.links import Links
-from cache_ops.packing import Example, PackedBatch, pack, pack_over_prefix
+from cache_ops.packing import Example, PackedBatch, pack, pack_over_prefix, used_tokens
 from cache_ops.plan import PROMPT, PrefixPlan, Span, isolated, plan_prefix
 from cache_ops.rope import Rope
 from cache_ops.store.stored import union_ranges
@@ -24,8 +24,12 @@ class Lengths:
 
     tokens: int
     """Prefix, question and answer together, of the longest form."""
+    prefix_tokens: int
+    """Of these, those of the prefix."""
     answer_tokens: int
     """Of all forms together."""
+    row_tokens: int
+    """What it adds to a packed row that shares no chunk with it."""
     dropped: int
     """Selected nuggets, or retrieved chunks, left out because of `train.max_length_tokens`."""
 
@@ -61,11 +65,20 @@ class ExampleBuilder:
     def lengths(self, index: int) -> Lengths:
         """Token counts of one sample; the same errors as `sample`."""
         sample = self.sample(index)
-        tokens = [
-            one.plan.tokens + len(one.query_ids) + len(one.answer_ids) for one in sample.examples
-        ]
+        tokens, prefix_tokens = max(
+            (one.plan.tokens + len(one.query_ids) + len(one.answer_ids), one.plan.tokens)
+            for one in sample.examples
+        )
         answer_tokens = sum(len(one.answer_ids) for one in sample.examples)
-        return Lengths(max(tokens), answer_tokens, sample.dropped)
+        row_tokens = sum(len(one.query_ids) + len(one.answer_ids) for one in sample.examples)
+        if self._config.context.gradient != "frozen":
+            row_tokens += sum(used_tokens(sample.examples, sample.segments).values())
+        return Lengths(tokens, prefix_tokens, answer_tokens, row_tokens, sample.dropped)
+
+    def chunk_ids(self) -> list[list[str]]:
+        """The retrieved chunks of every sample."""
+        ids: list[list[str]] = self._samples["chunk_ids"]
+        return ids
 
     def question_ids(self, indices: Sequence[int]) -> list[str]:
         """The samples' question ids, for messages."""

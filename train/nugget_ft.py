@@ -5,21 +5,33 @@
 
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from recipes.exit import run_main
+from train.stopping import stop_signals
+
+if TYPE_CHECKING:
+    from train.watching import OpenEvaluator
 
 
 def main() -> None:
     """Trains the recipe named on the command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for package in ("data_builders", "train"):
+    for package in ("data_builders", "eval", "train"):
         logging.getLogger(package).setLevel(logging.INFO)
     from recipes.resolve import resolve
 
-    resolved = resolve(sys.argv[1:])
-    from train.trainer import train
+    with stop_signals() as stop:
+        resolved = resolve(sys.argv[1:])
+        from train.trainer import train
 
-    train(resolved)
+        train(resolved, _evaluator() if resolved.config.train.evaluate else None, stop)
+
+
+def _evaluator() -> "OpenEvaluator":
+    from eval.in_training import open_evaluator
+
+    return open_evaluator
 
 
 if __name__ == "__main__":

@@ -1,7 +1,13 @@
-"""What the main rank shows and writes of a run: progress and `metrics.jsonl`."""
+"""What the main rank shows and writes of a run: progress, `metrics.jsonl` and `training.png`.
+
+A line of `metrics.jsonl` is a logged step, or has one of the keys `evaluation` and `spike` and
+stands behind the step that it belongs to.
+"""
 
 import json
+import logging
 import resource
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,46 +15,98 @@ import torch
 
 from recipes.files import write_text
 from recipes.progress import Progress
-from recipes.schema import TrainConfig
+from recipes.training import TrainConfig
+from train.curves import draw_curves
+from train.throughput import used
+from train.watching import answer_text, spike_text
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
 
 
 class Recorder:
     """Records finished steps; a resumed run forgets the lines of steps that it repeats."""
 
-    def __init__(self, folder: Path, train: TrainConfig, first_step: int, total_steps: int) -> None:
-        self._path = folder / "metrics.jsonl"
+    def __init__(
+        self,
+        folder: Path,
+        train: TrainConfig,
+        first_step: int,
+        total_steps: int,
+        peak_flops: float | None = None,
+    ) -> None:
+        """Goes on with the folder's metrics after `first_step`; see `throughput.used` for the peak.
+
+        Lines of later steps, which come again, are taken out.
+        """
+        self._folder = folder
+        self._path = folder / METRICS_FILE
         self._train = train
         self._total_steps = total_steps
+        self._peak_flops = peak_flops
         self._progress = Progress("train", total_steps, "steps", start=first_step)
-        lines = self._path.read_text("utf-8").splitlines() if self._path.exists() else []
-        # A killed run may have left half a line at the end.
-        whole = [line for line in lines if line.endswith("}")]
-        kept = [line for line in whole if json.loads(line)["step"] <= first_step]
-        write_text(self._path, "".join(f"{line}\n" for line in kept))
+        kept = [line for line in read_metrics(folder) if line["step"] <= first_step]
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def record(self, values: dict[str, Any]) -> bool:
-        """Counts a step, and writes its values where it is one to be logged; whether it was."""
+    def record(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Counts a step, and writes its values where it is one to be logged: what was written."""
+        self._progress.note = f"loss {values['loss']:.3f}"
         self._progress.advance()
         done = values["step"]
-        logged = done % self._train.log_every_steps == 0 or done == self._total_steps
-        if logged:
-            values["peak_memory_gib"] = round(peak_memory_gib(), 3)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
-        return logged
+        if done % self._train.log_every_steps and done != self._total_steps:
+            return None
+        line = {**values, **used(values, self._peak_flops), "peak_memory_gib": peak_memory_gib()}
+        self._append(line)
+        return line
 
-    def saves(self, done: int) -> bool:
-        """Whether the state is to be saved after `done` steps; the end has its checkpoint."""
-        every = self._train.save_every_steps
-        return every is not None and done % every == 0 and done < self._total_steps
+    def spike(
+        self, step: int, spikes: Mapping[str, Mapping[str, float]], questions: Sequence[str]
+    ) -> None:
+        """Says and writes which values of a step stand out, and the questions that it saw."""
+        logger.warning("%s", spike_text(step, spikes, questions))
+        self._append({"step": step, "spike": {**spikes, "questions": [*questions]}})
+
+    def evaluation(self, step: int, found: Mapping[str, Any], *, best: bool) -> None:
+        """Says and writes what the evaluation after a step has found, and draws the run so far."""
+        logger.info(
+            "step %d: F1 %.1f%s, EM %.1f over %d dev questions; %.0f%% of the answers stopped",
+            step, found["f1"], " (the best so far)" if best else "", found["em"],
+            found["questions"], 100 * found["stop_rate"],
+        )  # fmt: skip
+        for one in found["answers"]:
+            logger.info("  %s", answer_text(one))
+        self._append({"step": step, "evaluation": dict(found)})
+        self._draw()
 
     def close(self) -> None:
-        """Ends the progress display."""
+        """Ends the progress display, and draws the run."""
         self._progress.close()
+        self._draw()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _draw(self) -> None:
+        draw_curves(read_metrics(self._folder), self._folder / "training.png")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run's metrics; a half-written last one is left out."""
+    path = folder / METRICS_FILE
+    # Complete lines end with a newline, so the last piece is empty or what a kill has cut.
+    complete = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in complete]
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The logged steps of a run's metrics."""
+    return [line for line in read_metrics(folder) if "loss" in line]
 
 
 def peak_memory_gib() -> float:
     """The most memory this process has held: of its GPU, or resident where there is none."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)

@@ -1,27 +1,102 @@
-"""The folder of a training run: who may use it, its metrics, and what stays in it.
+"""The folder of a training run: who may use it, and how what is in it gets there.
 
 recipe.yaml, origins.json   the resolved recipe and where each value came from
-metrics.jsonl               one line a logged step
-state/step-N                what a resumed run continues from; only the newest is kept
+metrics.jsonl               one line a logged step, evaluation or spike; see `train.recorder`
+training.png                the same as curves
+tensorboard, wandb          what these trackers keep, where a recipe asks for them
+state/step-N                what a resumed run continues from, the newest `train.keep_states`
+state/best-N                the weights of the best evaluation so far
 checkpoint                  the trained model, for AutoModelForCausalLM.from_pretrained
 adapter                     the LoRA adapter alone, where one was trained
+lock                        held by the process that is training
 """
 
+import fcntl
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from recipes.errors import UserError
 from recipes.resolve import Resolved, resolve
+from train.ranks import from_main
+
+logger = logging.getLogger(__name__)
 
 # Settings that may differ between a run and its continuation.
-_FREE = ("train.resume", "train.save_every_steps", "train.log_every_steps")
+_FREE = (
+    "train.resume", "train.save_every_steps", "train.log_every_steps", "train.keep_states",
+    "train.spike_factor", "train.evaluate.sample_answers",
+)  # fmt: skip
 _FREE_SECTIONS = ("eval.", "store.")
 # Of these, what changes the numbers that a frozen context reads.
 _NEVER_FREE = ("store.dtype",)
+_LOCK = "lock"
+_WRITING = ".writing-"
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Passes a run folder that is there or can be made.
+
+    Raises:
+        UserError
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise UserError(f"train.run_folder: {nearest} is not a folder that can be written to")
+
+
+@contextmanager
+def alone_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Makes a run folder and keeps other trainings out of it; all ranks must call it.
+
+    The system gives the lock back when the process dies. A folder that stays empty goes again.
+
+    Raises:
+        UserError: another training is in it.
+    """
+    held = _lock(folder) if accelerator.is_main_process else None
+    if not from_main(accelerator, held is not None):
+        raise UserError(
+            f"another process is training in train.run_folder {folder}: wait for its end, or "
+            "choose another folder"
+        )
+    try:
+        yield
+    finally:
+        if held is not None:
+            (folder / _LOCK).unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
+            os.close(held)
+
+
+def _lock(folder: Path) -> int | None:
+    """An open file with the lock on it, or None where another process has it."""
+    path = folder / _LOCK
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        logger.warning(
+            "%s: no lock (%s): nothing keeps a second training out", folder, error.strerror
+        )
+        return descriptor
+    # Its holder may have ended, and taken the file away, since it was opened.
+    if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def refuse_used(resolved: Resolved) -> None:
@@ -32,16 +107,14 @@ def refuse_used(resolved: Resolved) -> None:
     """
     train = resolved.config.train
     folder = Path(train.run_folder)
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise UserError(f"train.run_folder: {nearest} is not a folder that can be written to")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not train.resume:
-            raise UserError(
-                f"train.run_folder {folder} is in use; choose another, or continue that run with "
-                "train.resume=true"
-            )
-        _refuse_changes(resolved, folder)
+    if not folder.is_dir() or all(path.name == _LOCK for path in folder.iterdir()):
+        return
+    if not train.resume:
+        raise UserError(
+            f"train.run_folder {folder} is in use; choose another, or continue that run with "
+            "train.resume=true"
+        )
+    _refuse_changes(resolved, folder)
 
 
 def is_finished(folder: Path) -> bool:
@@ -53,17 +126,22 @@ def _refuse_changes(resolved: Resolved, folder: Path) -> None:
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
         raise UserError(f"train.run_folder {folder} has no recipe.yaml: it is not a run to resume")
-    before, now = flat(resolve([str(recipe)])), flat(resolved)
-    changed = [
-        f"{path}: {before.get(path)!r} -> {value!r}"
-        for path, value in now.items()
-        if not _is_free(path) and before.get(path) != value
-    ]
+    changed = changes(resolve([str(recipe)]), resolved)
     if changed:
         raise UserError(
             f"train.resume=true continues the run in {folder} as it was; changed settings:\n  "
             + "\n  ".join(changed)
         )
+
+
+def changes(before: Resolved, now: Resolved) -> list[str]:
+    """The settings that are not the same, but for those that a run's continuation may change."""
+    old, new = flat(before), flat(now)
+    return [
+        f"{path}: {old.get(path)!r} -> {new.get(path)!r}"
+        for path in old | new
+        if not _is_free(path) and old.get(path) != new.get(path)
+    ]
 
 
 def _is_free(path: str) -> bool:
@@ -84,21 +162,32 @@ def flat(resolved: Resolved) -> dict[str, Any]:
 def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Fills a folder by `write` under a temporary name, then renames it; never half there."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".writing-") as scratch:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=_WRITING) as scratch:
         fresh = Path(scratch) / target.name
         fresh.mkdir()
         write(fresh)
-        for path in fresh.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        for path in (*fresh.rglob("*"), fresh):
+            _flush(path)
         if target.exists():
             target.rename(Path(scratch) / "old")
         fresh.rename(target)
+        _flush(target.parent)
 
 
-def remove_other_states(newest: Path) -> None:
-    """Keeps only the newest state folder."""
-    for state in newest.parent.glob("step-*"):
-        if state != newest:
-            shutil.rmtree(state)
+def _flush(path: Path) -> None:
+    """Has what was written to a file, or the names in a folder, outlive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed processes of a run were writing; for the holder of its lock."""
+    for place in (folder, folder / "state"):
+        for path in place.glob(f"{_WRITING}*"):
+            shutil.rmtree(path)
+    for name in ("recipe.yaml", "origins.json", "metrics.jsonl"):
+        for path in folder.glob(f".{name}.*"):
+            path.unlink()

@@ -6,6 +6,9 @@ All ways run on the same rows of the recipe's built training data and the same (
 chunk tokens, and compute logits at answer positions only:
 
 - `packed`    the package's pass: one row, no padding;
+- `packed_varlen` the same by the flash kernel, on a GPU;
+- `checkpointing` the same with gradient checkpointing;
+- `bf16`      the same under bf16 autocast;
 - `detach`    the same without gradient through the context;
 - `frozen`    questions and answers alone, over slices at hand, as in a frozen run whose chunks are
               in the store;
@@ -17,8 +20,9 @@ chunk tokens, and compute logits at answer positions only:
 - `plain_rows` the same tokens as rows of the mean segment length: less attention than any way
               that has a prefix.
 
-`two_pass`, `detach` and `frozen` must give the loss of `packed`, which the script checks. Peak
-memory is measured in a process of its own for each way. Prints one JSON object.
+`two_pass`, `detach`, `frozen` and `checkpointing` must give the loss of `packed`, which the script
+checks. Peak memory is measured in a process of its own for each way. Runs on a GPU where there is
+one. Prints one JSON object.
 """
 
 import argparse
@@ -38,23 +42,35 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from cache_ops.attention import PACKED
+from cache_ops.attention import Kernel, enable_packed
 from cache_ops.encode import encode_chunk
-from cache_ops.hf import load_tokenizer
 from cache_ops.packing import PackedBatch
 from cache_ops.rope import Rope, rotate
-from data_builders.build import load_built
-from data_builders.prompt import PromptTemplate
 from eval.environment import environment
-from recipes.resolve import resolve
-from train.batches import BatchOrder
-from train.examples import ExampleBuilder
-from train.optim import trainable_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def packed(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    model.set_attn_implementation(PACKED)
-    return cross_entropy(model(**batch.model_inputs()).logits[0], batch.labels_A)
+def packed(model: PreTrainedModel, batch: PackedBatch, kernel: Kernel = "sdpa") -> Tensor:
+    enable_packed(model, kernel)
+    return cross_entropy(model(**batch.model_inputs()).logits[0].float(), batch.labels_A)
+
+
+def packed_varlen(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    return packed(model, batch, "varlen")
+
+
+def checkpointing(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        return packed(model, batch)
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+def bf16(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    with torch.autocast(batch.input_ids.device.type, torch.bfloat16):
+        return packed(model, batch)
 
 
 def detached(model: PreTrainedModel, batch: PackedBatch) -> PackedBatch:
@@ -173,7 +189,7 @@ def plain(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     logits = model(
         input_ids=batch.input_ids, logits_to_keep=batch.answer_rows_A, use_cache=False
     ).logits
-    return cross_entropy(logits[0], batch.labels_A)
+    return cross_entropy(logits[0].float(), batch.labels_A)
 
 
 def plain_rows(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
@@ -183,13 +199,15 @@ def plain_rows(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     ids = batch.input_ids[0, : rows * width].view(rows, width)
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
     logits = model.lm_head(hidden[batch.answer_rows_A.clamp(max=len(hidden) - 1)])
-    return cross_entropy(logits, batch.labels_A)
+    return cross_entropy(logits.float(), batch.labels_A)
 
 
 WAYS: dict[str, Callable[[PreTrainedModel, PackedBatch], Tensor]] = {
-    way.__name__: way for way in (packed, two_pass, dense, plain, plain_rows)
+    way.__name__: way
+    for way in (packed, packed_varlen, checkpointing, bf16, two_pass, dense, plain, plain_rows)
 } | {"detach": packed, "frozen": packed}
 ROWS = {"detach": detached, "frozen": over_prefix}
+SAME_LOSS = ("two_pass", "detach", "frozen", "checkpointing")
 
 
 def row_lengths(batch: PackedBatch) -> list[int]:
@@ -206,43 +224,60 @@ def pieces(batch: PackedBatch) -> tuple[list[Tensor], list[Tensor], list[Tensor]
 
 def answer_loss(model: PreTrainedModel, own_hidden: Tensor, batch: PackedBatch) -> Tensor:
     first_own = sum(batch.layout.segment_lengths)
-    return cross_entropy(model.lm_head(own_hidden[batch.answer_rows_A - first_own]), batch.labels_A)
+    logits = model.lm_head(own_hidden[batch.answer_rows_A - first_own])
+    return cross_entropy(logits.float(), batch.labels_A)
 
 
 def step(way: str, model: PreTrainedModel, batch: PackedBatch) -> tuple[float, float]:
     """(seconds, loss) of one forward and backward."""
-    if way in ROWS:
-        batch = ROWS[way](model, batch)
-    start = time.perf_counter()
-    loss = WAYS[way](model, batch)
-    loss.backward()
+    with DEVICE:
+        if way in ROWS:
+            batch = ROWS[way](model, batch)
+        start = time.perf_counter()
+        loss = WAYS[way](model, batch)
+        loss.backward()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     model.zero_grad()
-    return seconds, float(loss)
+    return seconds, float(loss.detach())
 
 
 def peak_memory_gib() -> float:
-    """Of this program alone; getrusage would count its parent's memory at the fork, too."""
+    """Of the GPU, or of this program alone; getrusage would count its parent's at the fork, too."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**20
 
 
 def load(arguments: list[str], count: int) -> tuple[PreTrainedModel, list[PackedBatch]]:
+    # The ways alone are used where neither data nor what reads them is installed.
+    from cache_ops.hf import load_tokenizer
+    from data_builders.build import load_built
+    from data_builders.prompt import PromptTemplate
+    from recipes.resolve import resolve
+    from train.batches import BatchOrder
+    from train.examples import ExampleBuilder
+    from train.optim import trainable_model
+
     config = resolve(arguments).config
     tables = load_built(config, "train")
     model = trainable_model(config)
     template = PromptTemplate(load_tokenizer(config.model.path), config.prompt)
     builder = ExampleBuilder(tables, template, Rope.from_config(model.config), config)
     micro = config.train.micro_batch_samples
-    order = BatchOrder(len(tables.samples), micro, micro, 1, config.seed)
-    return model, [builder.micro_batch(order.step_samples(number)) for number in range(count)]
+    order = BatchOrder([1] * len(tables.samples), micro, micro, 1, config.seed)
+    batches = [builder.micro_batch(order.step_samples(number)) for number in range(count)]
+    return model.to(DEVICE), [batch.to(DEVICE) for batch in batches]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("arguments", nargs="+", metavar="RECIPE|KEY=VALUE")
     parser.add_argument("--repeats", type=int, default=5, help="micro-batches timed, each once")
-    parser.add_argument("--against", nargs="+", choices=WAYS, default=list(WAYS))
+    default = [way for way in WAYS if way != "packed_varlen" or DEVICE.type == "cuda"]
+    parser.add_argument("--against", nargs="+", choices=WAYS, default=default)
     parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory_of:
@@ -263,7 +298,7 @@ def main() -> None:
             taken, losses[way] = step(way, model, batch)
             seconds[way].append(taken)
             print(f"{way}: {taken:.2f} s", file=sys.stderr)
-        for way in ("two_pass", "detach", "frozen"):
+        for way in SAME_LOSS:
             if abs(losses.get(way, losses["packed"]) - losses["packed"]) > 1e-4 * losses["packed"]:
                 raise SystemExit(f"{way} and packed disagree: {losses}")
     # Each micro-batch gives one ratio, measured within seconds; the median sheds disturbances.

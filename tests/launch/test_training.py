@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 import launch
-from launch.training import run_training
+from launch import training
+from launch.training import (
+    CONFIGS,
+    SHARDINGS,
+    Nodes,
+    refuse_sharding,
+    run_training,
+    sharding_environment,
+)
+from recipes.errors import UserError
 
 ROOT = Path(launch.__file__).resolve().parent.parent
 
@@ -85,3 +94,64 @@ def test_several_processes_are_ranks_of_one_run_and_tell_why_they_failed(
     assert {path.name for path in tmp_path.glob("*of*")} == {"0of2", "1of2"}
     assert run_training(["fail"], 2, script=script) == (2, "used folder")
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_stop_signal_gives_every_rank_the_time_it_needs(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        "import signal\nfrom pathlib import Path\nseen = []\n"
+        "for number in (signal.SIGTERM, signal.SIGINT):\n"
+        "    signal.signal(number, lambda n, f: seen.append(n))\n"
+        f"here = Path({str(tmp_path)!r})\nrank = os.environ['RANK']\n"
+        "(here / f'ready{rank}').touch()\n"
+        "while not seen: time.sleep(0.01)\n"
+        "time.sleep(1)\n"
+        "(here / f'saved{rank}').write_text(str(len(seen)))",
+    )
+    code = (
+        "import sys; from pathlib import Path; from launch.training import run_training\n"
+        f"sys.exit(run_training([], 2, script=Path({str(script)!r})).status)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("ready*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(timeout=60) == 0
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_ranks_are_told_what_accelerate_launch_would_tell_them(sharding: str) -> None:
+    from accelerate.commands import launch as accelerate_launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    config = str(CONFIGS / f"{sharding}.yaml")
+    arguments = accelerate_launch.launch_command_parser().parse_args(
+        ["--config_file", config, "--num_processes", "8", "train/nugget_ft.py"]
+    )
+    arguments, _, _ = accelerate_launch._validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ""
+        _, told = prepare_deepspeed_cmd_env(arguments)
+    else:
+        told = prepare_multi_gpu_env(arguments)
+    ours = sharding_environment(sharding)
+    assert ours == {name: told.get(name) for name in ours}
+    asked = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPSPEED_ZERO_STAGE"}
+    assert asked & told.keys() == asked & ours.keys()
+
+
+def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"--sharding fsdp2 .* set --processes"):
+        run_training([], sharding="fsdp2")
+    with pytest.raises(UserError, match="--head HOST:PORT"):
+        run_training([], nodes=Nodes(2, 0, "host"))
+    with pytest.raises(UserError, match=r"--node-rank must be from 0 to 1 .* got 2"):
+        run_training([], nodes=Nodes(2, 2, "host:29500"))
+    monkeypatch.setattr(training, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"coinrag\[deepspeed\]"):
+        refuse_sharding("zero3", 2)
+    refuse_sharding("fsdp2", 2)

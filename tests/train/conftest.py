@@ -14,8 +14,10 @@ from tiny import tiny_model
 
 from data_builders import workers
 from data_builders.build import build
+from eval.in_training import open_evaluator
 from launch.training import SCRIPT, run_training
 from recipes.resolve import resolve
+from train import recorder
 from train.trainer import train
 
 RECIPE = """
@@ -56,10 +58,13 @@ class Workplace:
 
     def train_here(self, name: str, *overrides: str) -> list[dict[str, Any]]:
         """Trains in this process, which saves a start, and returns the metrics."""
-        try:
-            train(resolve(self.arguments(name, *overrides)))
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
+        with pytest.MonkeyPatch.context() as patch:
+            # Drawing takes longer than training here.
+            patch.setattr(recorder, "draw_curves", lambda lines, path: None)
+            try:
+                train(resolve(self.arguments(name, *overrides)), open_evaluator)
+            finally:
+                AcceleratorState._reset_state(reset_partial_state=True)
         return self.metrics(name)
 
     def metrics(self, name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,107 @@
+"""A new run on the weights of a finished one (`train.init_from`)."""
+
+import logging
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from cache_ops.fingerprint import describe_rope
+from cache_ops.hf import load_config, load_tokenizer
+from cache_ops.links import links_saved_in
+from data_builders.key import tokenizer_identity
+from recipes.errors import UserError
+from recipes.resolve import Resolved, resolve
+from recipes.schema import Recipe
+from train.run_folder import changes
+
+logger = logging.getLogger(__name__)
+
+# What the tensors of a model and their meaning depend on.
+_SHAPE = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+_OF_THE_RUN = ("train.run_folder", "train.init_from")
+
+
+def starting_weights(config: Recipe) -> str:
+    """The model that a recipe starts from: that of the run `train.init_from`, or `model.path`."""
+    init_from = config.train.init_from
+    return config.model.path if init_from is None else str(Path(init_from) / "checkpoint")
+
+
+def check_lineage(resolved: Resolved, tokenizer: PreTrainedTokenizerBase, *, report: bool) -> None:
+    """Passes a recipe whose `train.init_from`, if any, has weights for it.
+
+    Args:
+        resolved: the recipe.
+        tokenizer: that of its model.
+        report: log the settings in which the two runs differ.
+
+    Raises:
+        UserError: there is no finished run, or it is of another architecture, tokenizer or number
+            of link tokens, or the context is frozen.
+        ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_config`.
+    """
+    config = resolved.config
+    if config.train.init_from is None:
+        return
+    run = Path(config.train.init_from)
+    earlier = _finished(run)
+    checkpoint = run / "checkpoint"
+    ours, theirs = load_config(config.model.path), load_config(str(checkpoint))
+    differing = [
+        f"{name} {getattr(ours, name, None)} there {getattr(theirs, name, None)}"
+        for name in _SHAPE
+        if getattr(ours, name, None) != getattr(theirs, name, None)
+    ]
+    if describe_rope(ours) != describe_rope(theirs):
+        differing.append(f"RoPE {describe_rope(ours)} there {describe_rope(theirs)}")
+    if differing:
+        raise UserError(
+            f"train.init_from {run} trained another architecture than model.path "
+            f"{config.model.path}: {', '.join(differing)}; set model.path to "
+            f"{earlier.config.model.path}"
+        )
+    if tokenizer_identity(tokenizer) != tokenizer_identity(load_tokenizer(str(checkpoint))):
+        raise UserError(
+            f"train.init_from {run} was trained with another tokenizer than that of model.path "
+            f"{config.model.path}; set model.path to {earlier.config.model.path}"
+        )
+    if config.context.gradient == "frozen":
+        raise UserError(
+            "context.gradient=frozen trains over what the weights of model.path have encoded, and "
+            "train.init_from starts from others: use context.gradient=full or detach, or set "
+            f"model.path={checkpoint} in place of train.init_from"
+        )
+    _check_links(config, checkpoint)
+    if report:
+        changed = [line for line in changes(earlier, resolved) if not line.startswith(_OF_THE_RUN)]
+        told = ":\n  " + "\n  ".join(changed) if changed else " are the same"
+        logger.info("starts from the weights of %s; settings there -> here%s", run, told)
+
+
+def _finished(run: Path) -> Resolved:
+    if not (run / "recipe.yaml").is_file():
+        above = run.parent
+        hint = f"; did you mean {above}?" if (above / "recipe.yaml").is_file() else ""
+        raise UserError(
+            f"train.init_from: {run} is not the folder of a run (train.run_folder), it has no "
+            f"recipe.yaml{hint}"
+        )
+    if not (run / "checkpoint" / "config.json").is_file():
+        raise UserError(
+            f"train.init_from: {run} is not finished, it has no checkpoint; coinrag train "
+            f"{run / 'recipe.yaml'} train.resume=true goes on with it"
+        )
+    return resolve([str(run / "recipe.yaml")])
+
+
+def _check_links(config: Recipe, checkpoint: Path) -> None:
+    """Passes link tokens of the number that the recipe asks for, or a recipe that asks for none."""
+    there, wanted = links_saved_in(checkpoint), config.systems.kvlink.link_tokens
+    if config.train.system == "kvlink" and wanted and there not in (0, wanted):
+        raise UserError(
+            f"train.init_from {checkpoint.parent} has {there} link tokens a document, "
+            f"systems.kvlink.link_tokens asks for {wanted}: set it to {there}"
+        )

@@ -1,0 +1,172 @@
+"""One optimizer step: packed passes, their loss, the gradients, the update.
+
+The loss of a step is the mean over the answer tokens of its whole effective batch (all ranks, all
+accumulated micro-batches), so it does not depend on how the batch was dealt.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from cache_ops.packing import PackedBatch
+from train.batches import BatchOrder, MicroBatch
+from train.context import FrozenContext
+from train.examples import ExampleBuilder, Lengths
+from train.sharding import WHOLE_MODEL_ON_EACH_RANK, zero_stage
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass
+class Stepper:
+    """What every step of a run needs."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Optimizer
+    builder: ExampleBuilder
+    order: BatchOrder
+    lengths: list[Lengths]
+    frozen: FrozenContext | None
+    max_grad_norm: float
+    flops: Callable[[PackedBatch], int]
+    """Operations that a pass needs, see `throughput.flops_of`."""
+    _counted: Counter[str] = field(default_factory=Counter)
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Optimizer step `number`, from 0; its loss, gradient norm and throughput over all ranks.
+
+        Raises:
+            FloatingPointError: loss or gradient are no longer finite; names the questions.
+        """
+        start = time.perf_counter()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._counted = Counter(packed_tokens=0, filler_tokens=0, flops=0)
+        accelerator = self.accelerator
+        samples = self.order.step_samples(number)
+        answer_tokens = sum(self.lengths[index].answer_tokens for index in samples)
+        micro_batches = self.order.micro_batches(number, accelerator.process_index)
+        loss_sum = torch.zeros((), device=accelerator.device)
+        for at, micro_batch in enumerate(micro_batches):
+            last = at == len(micro_batches) - 1
+            loss_sum += self._pass(micro_batch, answer_tokens, last=last)
+        total_loss, counts = self._totals(loss_sum)
+        loss_mean = total_loss / answer_tokens
+        gradient_norm = self._update() if math.isfinite(loss_mean) else math.nan
+        if not math.isfinite(gradient_norm):
+            raise FloatingPointError(
+                f"step {number + 1}: loss {loss_mean}, gradient norm {gradient_norm}; "
+                f"questions {', '.join(self.builder.question_ids(samples))}"
+            )
+        seconds = time.perf_counter() - start
+        return {
+            "loss": loss_mean,
+            "gradient_norm": gradient_norm,
+            "answer_tokens": answer_tokens,
+            **counts,
+            "samples_per_second": round(len(samples) / seconds, 4),
+            "tokens_per_second": round(counts["packed_tokens"] / seconds, 2),
+            "seconds": round(seconds, 4),
+            **{f"seconds_{phase}": round(taken, 4) for phase, taken in self._seconds.items()},
+        }
+
+    def probe(self, steps: int) -> None:
+        """Runs the longest pass of `steps` steps forward and backward, to no effect.
+
+        Called after a first step, when optimizer and gradients have their memory, it shows at once
+        whether a later pass would find too little. All ranks run the same pass, whose loss counts
+        nothing; random generators and all weights stay as they were.
+        """
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        with torch.random.fork_rng(devices):
+            longest = replace(self.order.longest(steps), counts=False)
+            self._pass(longest, 1, last=False)
+        if self._engine is None:
+            self.optimizer.zero_grad()
+        if self.frozen is not None:
+            self.frozen.take_tokens()
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's engine, which is the prepared model; None without it."""
+        return self.model if zero_stage(self.accelerator) else None
+
+    def _pass(self, micro_batch: MicroBatch, answer_tokens: int, *, last: bool) -> Tensor:
+        """Forward and backward of one packed row; its summed loss."""
+        accelerator, engine = self.accelerator, self._engine
+        with self._phase("data"):
+            batch = self.builder.micro_batch(micro_batch.indices, self.frozen)
+            self._counted["packed_tokens"] += batch.tokens
+            if micro_batch.counts:
+                self._counted["flops"] += self.flops(batch)
+            else:
+                self._counted["filler_tokens"] += batch.tokens
+            batch = batch.to(accelerator.device)
+        # Split gradients are reduced after every pass, since no rank has room for whole ones.
+        waits = not last and accelerator.distributed_type in WHOLE_MODEL_ON_EACH_RANK
+        with accelerator.no_sync(self.model) if waits else nullcontext():
+            with self._phase("forward"):
+                logits_1AV = self.model(**batch.model_inputs()).logits
+                loss = answer_loss(logits_1AV[0], batch.labels_A) * micro_batch.counts
+            with self._phase("backward"):
+                # Ranks average their gradients, so each multiplies by their number.
+                weighed = loss * (accelerator.num_processes / answer_tokens)
+                if engine is None:
+                    accelerator.backward(weighed)
+                else:
+                    engine.set_gradient_accumulation_boundary(last)
+                    engine.backward(weighed)
+        return loss.detach()
+
+    def _update(self) -> float:
+        """Clips the gradients and applies them; their norm before.
+
+        Nothing is applied if that is not finite, but by DeepSpeed, which tells it afterwards.
+        """
+        with self._phase("optimizer"):
+            if self._engine is not None:
+                self._engine.step()
+                return float(self._engine.get_global_grad_norm())
+            parameters = self.model.parameters()
+            norm = self.accelerator.clip_grad_norm_(parameters, self.max_grad_norm)
+            norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            if math.isfinite(norm):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            return norm
+
+    def _totals(self, loss_sum: Tensor) -> tuple[float, dict[str, int]]:
+        """The summed loss, and the tokens and operations of a step, over all ranks."""
+        counts = dict(self._counted)
+        if self.frozen is not None:
+            counts |= self.frozen.take_tokens()
+        numbers = torch.tensor(list(counts.values()), device=loss_sum.device)
+        mine = torch.cat((loss_sum.double()[None], numbers.double()))
+        loss, *totals = self.accelerator.reduce(mine, "sum").tolist()
+        return loss, dict(zip(counts, map(int, totals), strict=True))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._seconds[name] += time.perf_counter() - start
+
+
+def answer_loss(logits_AV: Tensor, labels_A: Tensor) -> Tensor:
+    """Cross-entropy in nats, summed over the answer tokens, in fp32."""
+    return cross_entropy(logits_AV.float(), labels_A, reduction="sum")
