@@ -29,8 +29,6 @@ from recipes.arms import Arm
 from recipes.schema import Recipe
 from recipes.training import EvaluateConfig
 
-Evaluate = Callable[[], dict[str, Any]]
-
 
 def open_evaluator(
     config: Recipe,
@@ -39,7 +37,7 @@ def open_evaluator(
     tokenizer: PreTrainedTokenizerBase,
     links: Links | None,
     frozen: Supply | None,
-) -> Evaluate:
+) -> Callable[[], dict[str, Any]]:
     """Makes what evaluates a model; to be called before the training, whose mistakes it finds.
 
     Args:

@@ -7,14 +7,16 @@ from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 from launch.commands import RECIPE_HELP, Result
-from launch.training import SHARDINGS, Sharding, refuse_sharding
+from launch.training import refuse_sharding
 from recipes.errors import UserError
+from recipes.sharding import SHARDINGS, Sharding
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from data_builders.prompt import PromptTemplate
     from data_builders.tables import Tables
-    from recipes.schema import Recipe
+    from recipes.resolve import Resolved
     from train.examples import ExampleBuilder, Lengths
 
 
@@ -49,7 +51,8 @@ def check(
     """
     from recipes.resolve import resolve
 
-    config = resolve(arguments).config
+    resolved = resolve(arguments)
+    config = resolved.config
     from cache_ops.hf import load_config, load_tokenizer
     from cache_ops.links import Links
     from cache_ops.rope import Rope
@@ -66,7 +69,9 @@ def check(
     if processes == 1:
         # With more, what is installed here says nothing of where the run will be.
         refuse_sharding(sharding, processes)
-    _refuse_training(config, model)
+    tokenizer = load_tokenizer(config.model.path)
+    template = PromptTemplate(tokenizer, config.prompt)
+    _refuse_training(resolved, model, tokenizer, template)
     frozen = config.context.gradient == "frozen"
     if frozen and probe:
         raise UserError(
@@ -74,10 +79,7 @@ def check(
             "it out, and time is counted from operations"
         )
     shape = ModelShape.of(model)
-    tokenizer = load_tokenizer(config.model.path)
-    template = PromptTemplate(tokenizer, config.prompt)
     tables = load_built(config, "train")
-    _refuse_unsupervised(tables)
     links = None
     if config.train.system == "kvlink" and (per_document := config.systems.kvlink.link_tokens):
         links = Links(model.vocab_size, config.retrieval.k_c, per_document)
@@ -87,9 +89,8 @@ def check(
     row_tokens = [length.row_tokens for length in lengths]
     chunk_ids = builder.chunk_ids() if config.train.group_shared_chunks else []
     order = BatchOrder.of(config.train, row_tokens, chunk_ids, ranks=processes, seed=config.seed)
-    steps = order.steps_per_epoch * config.train.epochs
-    steps = min(steps, config.train.max_steps or steps)
-    longest = builder.micro_batch(order.longest(steps).indices)
+    steps = order.steps_of(config.train)
+    longest = builder.micro_batch(order.longest(steps))
     single = builder.micro_batch([row_tokens.index(max(row_tokens))])
     row = RowShape.of(longest, frozen=frozen)
     passes = len(order.micro_batches(0, 0))
@@ -118,33 +119,33 @@ def check(
     }
 
 
-def _refuse_training(config: "Recipe", model: "PreTrainedConfig") -> None:
-    """What the training refuses of the model, from its config alone.
+def _refuse_training(
+    resolved: "Resolved",
+    model: "PreTrainedConfig",
+    tokenizer: "PreTrainedTokenizerBase",
+    template: "PromptTemplate",
+) -> None:
+    """What the training refuses of a recipe for its model, whose weights are not read.
 
     Raises:
-        UserError: see `train.optim.check_optimizer` and `train.adapters`.
+        UserError: see `train.optim.check_optimizer`, `train.adapters` and `train.lineage`.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    from train.adapters import refuse_quantized, with_adapter
+    from train.adapters import invocation_ids, refuse_quantized, with_adapter
+    from train.lineage import check_lineage
     from train.optim import check_optimizer
 
-    check_optimizer(config)
+    train = resolved.config.train
+    check_optimizer(resolved.config)
     refuse_quantized(model)
-    if config.train.tuning == "lora":
+    if train.tuning == "lora":
         with torch.device("meta"):
-            with_adapter(AutoModelForCausalLM.from_config(model), config.train.lora)
-
-
-def _refuse_unsupervised(tables: "Tables") -> None:
-    rows = zip(tables.samples["question_id"], tables.samples["answers"], strict=True)
-    silent = [question for question, answers in rows if not (answers and answers[0].strip())]
-    if silent:
-        raise UserError(
-            f"{len(silent)} samples have no answer to learn, question {silent[0]!r} first: "
-            "build from data in which every question has one"
-        )
+            with_adapter(AutoModelForCausalLM.from_config(model), train.lora)
+        if train.lora.activated:
+            invocation_ids(template)
+    check_lineage(resolved, tokenizer, report=False)
 
 
 def _counts(lengths: Sequence["Lengths"], forms: int) -> Result:
@@ -264,7 +265,8 @@ def _at_least(least: int, kind: type[int] | type[float]) -> Callable[[str], floa
     def number(text: str) -> float:
         value = kind(text)
         if not value >= least or (kind is float and value == 0):
-            raise argparse.ArgumentTypeError(f"expected a number above {least}, got {text}")
+            expected = "a number above" if kind is float else "at least"
+            raise argparse.ArgumentTypeError(f"expected {expected} {least}, got {text}")
         return value
 
     number.__name__ = "number"

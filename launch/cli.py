@@ -7,7 +7,6 @@ command failed. What is heavy is imported by the command that needs it: help com
 
 import argparse
 import json
-import logging
 import shlex
 import sys
 import time
@@ -26,8 +25,10 @@ from launch.commands import (
     train,
     world,
 )
-from launch.training import SHARDINGS, Nodes
+from launch.training import Nodes
 from recipes.exit import INTERRUPTED, OK, USERS, Ending, run
+from recipes.logs import set_up_logging
+from recipes.sharding import SHARDINGS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -166,10 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = "the command line is wrong; stderr says where"
             print(json.dumps({"command": words[0], "status": USERS, "error": message}))
         raise
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    # Libraries speak up from warnings on, our own packages from progress on.
-    for package in ("cache_ops", "data_builders", "eval", "launch", "recipes", "train"):
-        logging.getLogger(package).setLevel(logging.INFO)
+    set_up_logging()
 
     started = time.monotonic()
     result: Result = {}

@@ -11,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from launch.training import ONE_NODE, Nodes, Sharding
+from launch.training import ONE_NODE, Nodes
 from recipes.exit import OK, Ending
+from recipes.sharding import Sharding
 
 Result = dict[str, Any]
 

@@ -61,8 +61,9 @@ def export(
     from launch.verification import verify
     from launch.whole_texts import prompts_of
     from train.export import bytes_needed, check_form, open_run, write_export
-    from train.run_folder import replace_folder
+    from train.run_folder import refuse_unwritable, replace_folder
 
+    refuse_unwritable(target, "OUT")
     source = open_run(Path(run))
     check_form(source, form, dtype)
     building = None if store is None else _store_to_build(source, target, form, dtype, store)
@@ -183,7 +184,9 @@ def _versions() -> dict[str, str | None]:
 
 
 def _refuse_without_room(target: Path, needed: int) -> None:
-    nearest = next(path for path in target.absolute().parents if path.exists())
+    from train.run_folder import nearest_folder
+
+    nearest = nearest_folder(target)
     free = shutil.disk_usage(nearest).free
     if free < needed + _SPARE_BYTES:
         raise UserError(

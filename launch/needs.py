@@ -14,9 +14,11 @@ from cache_ops.records import RecordLayout
 from launch.commands import Result
 from recipes.errors import UserError
 from recipes.schema import Recipe
+from recipes.sharding import SHARDINGS
 from train.context import UsedRanges
 from train.model_shape import ModelShape, RowShape
-from train.planner import SHARDINGS, Setting, disk_bytes, peak_memory, step_flops
+from train.planner import Setting, disk_bytes, peak_memory, step_flops
+from train.run_folder import nearest_folder
 
 _GIB = 2**30
 
@@ -127,9 +129,8 @@ def disk_space(
         dtype = config.store.dtype or config.model.dtype
         layout = RecordLayout(shape.layers, shape.key_value // head_dim, head_dim, dtype)
         parts["store"] = tokens * layout.token_bytes
-    folder = Path(config.train.run_folder).absolute()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(nearest).free
+    folder = Path(config.train.run_folder)
+    free = shutil.disk_usage(nearest_folder(folder)).free
     total = sum(parts.values())
     return {
         "parts": _gib(parts),
@@ -150,11 +151,15 @@ def probe(config: Recipe, batch: PackedBatch, estimate: Result) -> float:
             f"--probe would run a pass that is estimated to need {estimate['gib']:.1f} GiB of "
             f"{estimate['available_gib']:.1f} GiB; without --probe the check says what would fit"
         )
+    from cache_ops.attention import enable_packed
+    from train.attention import attention_kernel
     from train.optim import trainable_model
     from train.step import answer_loss
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: torch.nn.Module = trainable_model(config)
+    trained = trainable_model(config)
+    enable_packed(trained, attention_kernel(config, trained.config, device))
+    model: torch.nn.Module = trained
     model.to(device)
     batch = batch.to(device)
     mixed = config.train.mixed_precision == "bf16"

@@ -5,4 +5,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 ruff check .
 ruff format --check .
 mypy
-python -m pytest "$@"
+# Two processes of one thread each: most tests are too small for two threads. A file stays together,
+# for what its tests share is made once.
+OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile "$@"

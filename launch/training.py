@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any
 
 import yaml
 
 from recipes.errors import UserError
 from recipes.exit import OK, STATUS_FILE_VARIABLE, Ending
+from recipes.sharding import Sharding
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train" / "nugget_ft.py"
 CONFIGS = Path(__file__).resolve().parent / "accelerate"
-Sharding = Literal["ddp", "zero2", "zero3", "zero3_offload", "fsdp2"]
-SHARDINGS = get_args(Sharding)
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +50,9 @@ def run(function: Callable[[], object]) -> Ending:
         ending = Ending(OK)
     status_file = os.environ.get(STATUS_FILE_VARIABLE)
     if status_file and ending.status != OK:
-        Path(status_file).write_text(json.dumps(ending._asdict()), encoding="utf-8")
+        # Ranks that lose their connection to the first one that failed come after it.
+        with suppress(FileExistsError), Path(status_file).open("x", encoding="utf-8") as file:
+            file.write(json.dumps(ending._asdict()))
     return ending
 
 

@@ -73,17 +73,23 @@ class BatchOrder:
     def __post_init__(self) -> None:
         shares = self.ranks if self.micro_batch_tokens else self.micro_batch * self.ranks
         if self.effective_batch % shares:
-            passes = "" if self.micro_batch_tokens else "train.micro_batch_samples "
-            passes += "" if self.micro_batch_tokens else f"({self.micro_batch}) x "
+            samples = f"train.micro_batch_samples ({self.micro_batch}) x "
+            passes = "" if self.micro_batch_tokens else samples
             raise UserError(
                 f"train.effective_batch_samples ({self.effective_batch}) must be a multiple of "
-                f"{passes}{self.ranks} ranks"
+                f"{passes}{self.ranks} ranks, such as "
+                f"{math.ceil(self.effective_batch / shares) * shares}"
             )
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch; the last may have fewer samples."""
         return math.ceil(len(self.tokens) / self.effective_batch)
+
+    def steps_of(self, train: TrainConfig) -> int:
+        """Optimizer steps of a whole run."""
+        steps = self.steps_per_epoch * train.epochs
+        return min(steps, train.max_steps or steps)
 
     def step_samples(self, step: int) -> list[int]:
         """Sample indices of optimizer step `step`, counted from 0 over all epochs."""
@@ -92,25 +98,29 @@ class BatchOrder:
 
     def micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """The passes of one rank in a step; every rank has as many."""
+        shortest = min(self.step_samples(step), key=self.tokens.__getitem__)
+        return [
+            MicroBatch(part) if part else MicroBatch([shortest], counts=False)
+            for part in self._parts(step)[rank :: self.ranks]
+        ]
+
+    def longest(self, steps: int) -> list[int]:
+        """Samples of the pass with the most tokens of the first `steps` steps, over all ranks.
+
+        Of several epochs the first is looked at.
+        """
+        parts = (
+            part for step in range(min(steps, self.steps_per_epoch)) for part in self._parts(step)
+        )
+        return max(parts, key=self._cost)
+
+    def _parts(self, step: int) -> list[list[int]]:
+        """The samples of a step's passes, which ranks take in turn; empty where one has none."""
         samples, groups, place = self._step(step)
         if self.micro_batch_tokens is None:
-            parts = self._split_samples(samples[place])
-        else:
-            runs = groupby(range(len(samples))[place], key=lambda at: groups[at])
-            parts = self._deal([[samples[at] for at in run] for _, run in runs])
-        mine = parts[rank :: self.ranks]
-        filler = MicroBatch(samples[place][:1], False)
-        return [MicroBatch(part) if part else filler for part in mine]
-
-    def longest(self, steps: int) -> MicroBatch:
-        """The pass with the most tokens of the first `steps` steps, over all ranks."""
-        passes = (
-            micro_batch
-            for step in range(min(steps, self.steps_per_epoch))
-            for rank in range(self.ranks)
-            for micro_batch in self.micro_batches(step, rank)
-        )
-        return max(passes, key=lambda one: self._cost(one.indices))
+            return self._split_samples(samples[place])
+        runs = groupby(range(len(samples))[place], key=lambda at: groups[at])
+        return self._deal([[samples[at] for at in run] for _, run in runs])
 
     def _cost(self, samples: Sequence[int]) -> int:
         return sum(self.tokens[sample] for sample in samples)
@@ -144,7 +154,8 @@ class BatchOrder:
         """As few passes as hold the groups, longest first, each to the pass with the least work."""
         assert self.micro_batch_tokens is not None, "dealt by tokens"
         ordered = sorted(groups, key=self._cost, reverse=True)
-        work = self._cost([sample for group in groups for sample in group])
+        # A longer sample fills a pass alone.
+        work = sum(min(self._cost(group), self.micro_batch_tokens) for group in groups)
         passes = max(1, math.ceil(work / (self.micro_batch_tokens * self.ranks)))
         while (parts := self._fill(ordered, passes * self.ranks)) is None:
             passes += 1

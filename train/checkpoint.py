@@ -123,24 +123,20 @@ def load_state(
 
 
 def save_best(
-    accelerator: Accelerator, run_folder: Path, model: nn.Module, optimizer: Optimizer, step: int
+    accelerator: Accelerator, run_folder: Path, model: nn.Module, step: int, *, earlier: int
 ) -> None:
     """Keeps the weights after `step` as the best so far; collective.
 
-    Those that the newest state calls the best stay too, since a run may go on from there.
+    Those after the step `earlier` stay too: the newest state calls them the best, and a run may go
+    on from there.
 
     Raises:
         UserError: they cannot be written (no room, no right).
     """
-    state = whole_state(accelerator, model, optimizer)
-    weights = (one for one in state if one[0].startswith(_WEIGHT))
-    target = _best(run_folder, step)
-    _write(accelerator, target, weights, {"step": step})
+    weights = whole_state(accelerator, model, optimizer=None)
+    _write(accelerator, _best(run_folder, step), weights, {"step": step})
     if accelerator.is_main_process:
-        needed = {step}
-        for newest in _states(run_folder)[-1:]:
-            needed.add(json.loads((newest / _PROGRESS).read_text("utf-8"))["watch"]["best_step"])
-        _remove_bests(run_folder, needed)
+        _remove_bests(run_folder, {step, earlier})
     accelerator.wait_for_everyone()
 
 

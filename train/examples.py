@@ -93,9 +93,15 @@ class ExampleBuilder:
         whole chunks are served; question and answer are never cut.
 
         Raises:
-            UserError: prompt, question and answer alone are too long.
+            UserError: there is no answer to learn, or prompt, question and answer alone are too
+                long; names the question.
         """
         row = self._samples[index]
+        if not (row["answers"] and row["answers"][0].strip()):
+            raise UserError(
+                f"question {row['question_id']!r} of {row['dataset']} has no answer to learn (its "
+                "first one is empty): give it one, or leave it out, and build again"
+            )
         query_ids = self._template.query_ids(row["question"])
         answer_ids = self._template.answer_ids(row["answers"][0])
         room = self._config.train.max_length_tokens - len(query_ids) - len(answer_ids)

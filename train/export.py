@@ -20,9 +20,9 @@ from data_builders.models import model_folder
 from data_builders.prompt import PromptTemplate
 from recipes.errors import UserError
 from recipes.files import write_text
-from recipes.resolve import resolve
 from recipes.schema import Recipe
 from train.contract import CONTRACT_FILE, contract
+from train.run_folder import finished_run
 from train.shards import SHARD_BYTES, Dtype, copy_weights, tensor_bytes
 
 Form = Literal["merged", "adapter"]
@@ -65,21 +65,8 @@ def open_run(folder: Path) -> Run:
         UserError: there is none, or it has not come to its end.
         ModelNotFoundError: its checkpoint has no readable tokenizer.
     """
-    recipe = folder / "recipe.yaml"
-    if not recipe.is_file():
-        above = folder.parent
-        hint = f"; did you mean {above}?" if (above / "recipe.yaml").is_file() else ""
-        raise UserError(
-            f"RUN: {folder} is not the folder of a run (train.run_folder): it has no recipe.yaml"
-            f"{hint}"
-        )
+    config = finished_run(folder, "RUN").config
     checkpoint = folder / "checkpoint"
-    if not (checkpoint / "config.json").is_file():
-        raise UserError(
-            f"RUN: {folder} is not finished, it has no checkpoint: coinrag train {recipe} "
-            "train.resume=true goes on with it"
-        )
-    config = resolve([str(recipe)]).config
     tokenizer = load_tokenizer(str(checkpoint))
     template = PromptTemplate(tokenizer, config.prompt)
     stored = _read_json(checkpoint / "config.json")["dtype"]

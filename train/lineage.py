@@ -10,9 +10,9 @@ from cache_ops.hf import load_config, load_tokenizer
 from cache_ops.links import links_saved_in
 from data_builders.key import tokenizer_identity
 from recipes.errors import UserError
-from recipes.resolve import Resolved, resolve
+from recipes.resolve import Resolved
 from recipes.schema import Recipe
-from train.run_folder import changes
+from train.run_folder import changes, finished_run
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def check_lineage(resolved: Resolved, tokenizer: PreTrainedTokenizerBase, *, rep
     if config.train.init_from is None:
         return
     run = Path(config.train.init_from)
-    earlier = _finished(run)
+    earlier = finished_run(run, "train.init_from")
     checkpoint = run / "checkpoint"
     ours, theirs = load_config(config.model.path), load_config(str(checkpoint))
     differing = [
@@ -79,22 +79,6 @@ def check_lineage(resolved: Resolved, tokenizer: PreTrainedTokenizerBase, *, rep
         changed = [line for line in changes(earlier, resolved) if not line.startswith(_OF_THE_RUN)]
         told = ":\n  " + "\n  ".join(changed) if changed else " are the same"
         logger.info("starts from the weights of %s; settings there -> here%s", run, told)
-
-
-def _finished(run: Path) -> Resolved:
-    if not (run / "recipe.yaml").is_file():
-        above = run.parent
-        hint = f"; did you mean {above}?" if (above / "recipe.yaml").is_file() else ""
-        raise UserError(
-            f"train.init_from: {run} is not the folder of a run (train.run_folder), it has no "
-            f"recipe.yaml{hint}"
-        )
-    if not (run / "checkpoint" / "config.json").is_file():
-        raise UserError(
-            f"train.init_from: {run} is not finished, it has no checkpoint; coinrag train "
-            f"{run / 'recipe.yaml'} train.resume=true goes on with it"
-        )
-    return resolve([str(run / "recipe.yaml")])
 
 
 def _check_links(config: Recipe, checkpoint: Path) -> None:

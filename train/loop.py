@@ -1,7 +1,7 @@
 """The steps of a run, and what stands between them: evaluations, states, a stop."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -36,6 +36,11 @@ class Loop:
     evaluate: Evaluate | None
     recorder: Recorder | None
     """On the main rank."""
+    _saved_best: int = field(init=False)
+    """The best step, as the state knows it that a killed run would go on from."""
+
+    def __post_init__(self) -> None:
+        self._saved_best = self.progress.watch.best_step
 
     def run(self) -> bool:
         """Trains to the end, or until asked to stop with a state saved; whether it is the end.
@@ -66,7 +71,7 @@ class Loop:
             if stopping:
                 return False
             self._step(started)
-            if progress.step == first + 1:
+            if progress.step == first + 1 < self.total_steps:
                 self.stepper.probe(self.total_steps)
 
     def _step(self, started: float) -> None:
@@ -99,7 +104,13 @@ class Loop:
             self.recorder.evaluation(self.progress.step, found, best=best)
             log_evaluation(self.accelerator, found, self.progress.step)
         if best and self.train.evaluate.keep_best:
-            save_best(self.accelerator, self.folder, self.model, self.optimizer, self.progress.step)
+            save_best(
+                self.accelerator,
+                self.folder,
+                self.model,
+                self.progress.step,
+                earlier=self._saved_best,
+            )
 
     def _save(self) -> None:
         save_state(
@@ -110,6 +121,7 @@ class Loop:
             self.optimizer,
             self.train.keep_states,
         )
+        self._saved_best = self.progress.watch.best_step
 
 
 def _is_multiple(step: int, every: int | None) -> bool:

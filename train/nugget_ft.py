@@ -3,11 +3,11 @@
 `coinrag train` runs this script; see `train.trainer` for what it does.
 """
 
-import logging
 import sys
 from typing import TYPE_CHECKING
 
 from recipes.exit import run_main
+from recipes.logs import set_up_logging
 from train.stopping import stop_signals
 
 if TYPE_CHECKING:
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Trains the recipe named on the command line."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for package in ("data_builders", "eval", "train"):
-        logging.getLogger(package).setLevel(logging.INFO)
+    set_up_logging()
     from recipes.resolve import resolve
 
     with stop_signals() as stop:

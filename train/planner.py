@@ -8,13 +8,10 @@ the hidden width, Q and K those of queries and keys, F the MLP's, V the vocabula
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
+from recipes.sharding import Sharding
 from recipes.training import TrainConfig
 from train.model_shape import ModelShape, RowShape
-
-Sharding = Literal["ddp", "zero2", "zero3", "zero3_offload", "fsdp2"]
-SHARDINGS = get_args(Sharding)
 
 # Moments of 8 bits have a scale of four bytes for each block of so many.
 _BLOCK = 256

@@ -41,15 +41,20 @@ _LOCK = "lock"
 _WRITING = ".writing-"
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """Passes a run folder that is there or can be made.
+def refuse_unwritable(folder: Path, option: str = "train.run_folder") -> None:
+    """Passes a folder that is there or can be made.
 
     Raises:
-        UserError
+        UserError: `option` names it.
     """
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    nearest = nearest_folder(folder)
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise UserError(f"train.run_folder: {nearest} is not a folder that can be written to")
+        raise UserError(f"{option}: {nearest} is not a folder that can be written to")
+
+
+def nearest_folder(path: Path) -> Path:
+    """What is there already of a path: itself, or the nearest above it."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
 @contextmanager
@@ -120,6 +125,28 @@ def refuse_used(resolved: Resolved) -> None:
 def is_finished(folder: Path) -> bool:
     """Whether the run in the folder has left its trained model."""
     return (folder / "checkpoint").is_dir()
+
+
+def finished_run(folder: Path, option: str) -> Resolved:
+    """The recipe of the run in a folder, which has left its trained model.
+
+    Raises:
+        UserError: there is none, or it has not come to its end; `option` names the folder.
+    """
+    recipe = folder / "recipe.yaml"
+    if not recipe.is_file():
+        above = folder.parent
+        hint = f"; did you mean {above}?" if (above / "recipe.yaml").is_file() else ""
+        raise UserError(
+            f"{option}: {folder} is not the folder of a run (train.run_folder), it has no "
+            f"recipe.yaml{hint}"
+        )
+    if not (folder / "checkpoint" / "config.json").is_file():
+        raise UserError(
+            f"{option}: {folder} is not finished, it has no checkpoint: coinrag train {recipe} "
+            "train.resume=true goes on with it"
+        )
+    return resolve([str(recipe)])
 
 
 def _refuse_changes(resolved: Resolved, folder: Path) -> None:

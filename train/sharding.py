@@ -9,7 +9,6 @@ import os
 import warnings
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -22,7 +21,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from recipes.errors import UserError
 from recipes.schema import Recipe
-from train.trackers import refuse_missing_trackers
 
 WHOLE_MODEL_ON_EACH_RANK = (
     DistributedType.NO,
@@ -40,7 +38,6 @@ def open_accelerator(config: Recipe) -> Accelerator:
         UserError: a way of sharing the model that is not supported, or that the recipe's settings
             do not go with.
     """
-    refuse_missing_trackers(config.train)
     asks_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     meeting = InitProcessGroupKwargs(timeout=_PATIENCE)
     if asks_deepspeed:
@@ -60,7 +57,6 @@ def open_accelerator(config: Recipe) -> Accelerator:
             meeting.backend = "gloo"
     accelerator = Accelerator(
         mixed_precision=config.train.mixed_precision,
-        project_dir=str(Path(config.train.run_folder)),
         kwargs_handlers=[meeting],
     )
     if asks_deepspeed and accelerator.distributed_type != DistributedType.DEEPSPEED:

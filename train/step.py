@@ -7,13 +7,14 @@ accumulated micro-batches), so it does not depend on how the batch was dealt.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -49,7 +50,8 @@ class Stepper:
         """Optimizer step `number`, from 0; its loss, gradient norm and throughput over all ranks.
 
         Raises:
-            FloatingPointError: loss or gradient are no longer finite; names the questions.
+            FloatingPointError: loss or gradient are no longer finite; names the questions of the
+                passes whose loss is not, or all of the step if only the gradient is not.
         """
         start = time.perf_counter()
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -58,17 +60,18 @@ class Stepper:
         samples = self.order.step_samples(number)
         answer_tokens = sum(self.lengths[index].answer_tokens for index in samples)
         micro_batches = self.order.micro_batches(number, accelerator.process_index)
-        loss_sum = torch.zeros((), device=accelerator.device)
-        for at, micro_batch in enumerate(micro_batches):
-            last = at == len(micro_batches) - 1
-            loss_sum += self._pass(micro_batch, answer_tokens, last=last)
-        total_loss, counts = self._totals(loss_sum)
+        losses = [
+            self._pass(micro_batch, answer_tokens, last=at == len(micro_batches))
+            for at, micro_batch in enumerate(micro_batches, start=1)
+        ]
+        total_loss, counts = self._totals(torch.stack(losses).sum())
         loss_mean = total_loss / answer_tokens
         gradient_norm = self._update() if math.isfinite(loss_mean) else math.nan
         if not math.isfinite(gradient_norm):
+            suspects = _not_finite(micro_batches, losses) or samples
             raise FloatingPointError(
                 f"step {number + 1}: loss {loss_mean}, gradient norm {gradient_norm}; "
-                f"questions {', '.join(self.builder.question_ids(samples))}"
+                f"questions {', '.join(self.builder.question_ids(suspects))}"
             )
         seconds = time.perf_counter() - start
         return {
@@ -92,7 +95,7 @@ class Stepper:
         devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
         self._seconds = dict.fromkeys(PHASES, 0.0)
         with torch.random.fork_rng(devices):
-            longest = replace(self.order.longest(steps), counts=False)
+            longest = MicroBatch(self.order.longest(steps), counts=False)
             self._pass(longest, 1, last=False)
         if self._engine is None:
             self.optimizer.zero_grad()
@@ -165,6 +168,18 @@ class Stepper:
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds[name] += time.perf_counter() - start
+
+
+def _not_finite(micro_batches: Sequence[MicroBatch], losses: Sequence[Tensor]) -> list[int]:
+    """Samples of the passes, on all ranks, whose loss is not finite; all ranks must call it."""
+    mine = [
+        index
+        for micro_batch, loss in zip(micro_batches, losses, strict=True)
+        if not torch.isfinite(loss)
+        for index in micro_batch.indices
+    ]
+    everyone: list[int] = gather_object(mine)
+    return list(dict.fromkeys(everyone))
 
 
 def answer_loss(logits_AV: Tensor, labels_A: Tensor) -> Tensor:

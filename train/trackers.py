@@ -53,16 +53,16 @@ def refuse_missing_trackers(train: TrainConfig) -> None:
 
 
 def start_trackers(
-    accelerator: Accelerator, resolved: Resolved, previous: Mapping[str, str] | None, step: int
+    accelerator: Accelerator, resolved: Resolved, previous: Mapping[str, str], step: int
 ) -> None:
     """Starts the trackers of a run.
 
     Args:
         resolved: the recipe; its options are the run's configuration, and hold no secrets.
-        previous: `tracker_state` of the run that this one continues.
+        previous: `tracker_state` of the run that this one continues; of a new one it is empty.
         step: its finished steps; what a tracker has after them will come again.
     """
-    accelerator.log_with = _trackers(resolved, previous or {}, step)
+    accelerator.log_with = _trackers(resolved, previous, step)
     for noisy in ("wandb", "trackio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # stdout belongs to the command.

@@ -45,7 +45,12 @@ from train.sharding import open_accelerator
 from train.step import Stepper
 from train.stopping import StopRequest
 from train.throughput import flops_of, peak_of
-from train.trackers import end_trackers, start_trackers, tracker_state
+from train.trackers import (
+    end_trackers,
+    refuse_missing_trackers,
+    start_trackers,
+    tracker_state,
+)
 from train.watching import OpenEvaluator
 from train.whole import prepare, whole_model
 
@@ -77,6 +82,7 @@ def train(
     """
     folder = Path(resolved.config.train.run_folder)
     refuse_unwritable(folder)
+    refuse_missing_trackers(resolved.config.train)
     accelerator = open_accelerator(resolved.config)
     with alone_in(folder, accelerator):
         refuse_used(resolved)
@@ -116,8 +122,7 @@ def _train(
         ranks=accelerator.num_processes,
         seed=config.seed,
     )
-    total_steps = order.steps_per_epoch * config.train.epochs
-    total_steps = min(total_steps, config.train.max_steps or total_steps)
+    total_steps = order.steps_of(config.train)
     activated = config.train.tuning == "lora" and config.train.lora.activated
     invocation = invocation_ids(template) if activated else None
     frozen = None

@@ -37,13 +37,13 @@ def prepare(
 
 
 def whole_state(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None
 ) -> Iterator[tuple[str, Tensor]]:
     """What a run resumes from: `weight.NAME` and `optimizer.NAME.KEY` of every trained weight.
 
-    NAME is the weight's in the model as it was before `accelerator.prepare`. Where bf16 weights
-    have fp32 masters, these are given. Each tensor is on the CPU of the main rank, and on the meta
-    device of the others.
+    Without an optimizer, the weights alone. NAME is the weight's in the model as it was before
+    `accelerator.prepare`. Where bf16 weights have fp32 masters, these are given. Each tensor is on
+    the CPU of the main rank, and on the meta device of the others.
     """
 
     def main_only(tensor: Tensor) -> Tensor:
@@ -51,18 +51,18 @@ def whole_state(
 
     plain = _plain(accelerator, model)
     if not zero_stage(accelerator):
-        kept = state_tensors(plain, optimizer)
+        kept = state_tensors(plain, optimizer) if optimizer is not None else {}
         for name, weight in _trained(plain):
             yield _WEIGHT + name, main_only(weight)
             for key, value in kept.get(name, {}).items():
                 yield f"{_OPTIMIZER}{name}.{key}", main_only(value)
         return
-    keys = zero.moment_keys(optimizer)
+    keys = zero.moment_keys(optimizer) if optimizer is not None else []
     for name, weight in _trained(plain):
         yield _WEIGHT + name, main_only(zero.whole(weight))
         for key in keys:
             yield f"{_OPTIMIZER}{name}.{key}", main_only(zero.whole(weight, key))
-        if keys:
+        if optimizer is not None and keys:
             yield f"{_OPTIMIZER}{name}.{zero.STEP}", main_only(zero.finished_steps(optimizer))
 
 

@@ -35,8 +35,10 @@ import json, logging, sys
 from dataclasses import asdict
 from data_builders import build, pipeline, ray_cluster
 from recipes.exit import run
+from recipes.logs import set_up_logging
 from recipes.resolve import resolve
-logging.basicConfig(level=logging.WARNING, format="%(message)s")
+set_up_logging()
+logging.getLogger("data_builders").setLevel(logging.WARNING)
 pipeline.PASSAGES_A_BATCH["rules"], pipeline.TEXTS_A_BATCH = 6, 16
 def command():
     with ray_cluster.leaving_ray():

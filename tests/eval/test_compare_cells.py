@@ -133,8 +133,8 @@ def test_arms_of_ones_own(recipe: MakeRecipe) -> None:
         ([{"name": "x", "set": ["eval.systems=[turborag]"]}], "arm 'x': eval.systems"),
         ([{"name": "x", "set": ["retrieval.k_cc=1"]}], "did you mean retrieval.k_c"),
         ([{"name": "x", "set": ["retrieval.k=0"]}], "retrieval.k"),
-        ([{"name": "x+y", "set": ["retrieval.k=2"]}], "'x.y': the names"),
-        ([{"name": "isolated", "set": ["retrieval.k=2"]}], "'isolated': the names"),
+        ([{"name": "x+y", "set": ["retrieval.k=2"]}], "'x.y': recipe, the names"),
+        ([{"name": "isolated", "set": ["retrieval.k=2"]}], "'isolated': recipe, the names"),
     ],
 )
 def test_mistakes_in_arms_are_told(recipe: MakeRecipe, arms: Any, message: str) -> None:

@@ -3,13 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from data_builders.build import build
-from data_builders.tables import Tables
 from launch import check, cli
 from launch.check import render
 from recipes.errors import UserError
@@ -139,6 +136,7 @@ def test_mistakes_end_with_status_2(
         ("data.chunk_tokens=99", "coinrag build"),
         ("train.max_length_tokens=5", "more than train.max_length_tokens"),
         ("model.dtype=bfloat16", "loses updates"),
+        ("train.init_from=nowhere", "train.init_from: nowhere is not the folder of a run"),
     ):
         assert cli.main(["check", *recipe(override)]) == 2
         assert said in capsys.readouterr().err
@@ -150,12 +148,9 @@ def test_mistakes_end_with_status_2(
     lora = ["train.tuning=lora", "train.lora.target_modules=[q_project]"]
     assert cli.main(["check", *built(*lora)]) == 2
     assert "q_project not in the model" in capsys.readouterr().err
+    activated = [*frozen, "train.lora.activated=true", "prompt.after_passages={question}"]
+    assert cli.main(["check", *recipe(*activated)]) == 2
+    assert "acts from the query's first words on" in capsys.readouterr().err
     for flags in (["--samples", "-1"], ["--gpu-gib", "0"], ["--sharding", "zero9"]):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["check", *recipe(), *flags])
-
-
-def test_a_sample_without_an_answer_is_named() -> None:
-    rows: dict[str, Any] = {"question_id": ["q1", "q2"], "answers": [["x"], [" "]]}
-    with pytest.raises(UserError, match="1 samples have no answer to learn, question 'q2' first"):
-        check._refuse_unsupervised(cast(Tables, SimpleNamespace(samples=rows)))

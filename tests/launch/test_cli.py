@@ -67,6 +67,17 @@ SURFACE = {
     ],
     "compare": ["--help", "--json", "-h", "RECIPE|KEY=VALUE"],
     "cost": ["--help", "--json", "--measured", "--picture", "-h", "SCENARIO|KEY=VALUE"],
+    "export": [
+        "--build-store",
+        "--dtype",
+        "--form",
+        "--help",
+        "--json",
+        "--questions",
+        "-h",
+        "OUT",
+        "RUN",
+    ],
     "inject": [
         "--format",
         "--help",

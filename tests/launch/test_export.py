@@ -130,6 +130,8 @@ def test_what_cannot_be_exported_is_told(run, capsys, tmp_path, monkeypatch) -> 
     assert f"did you mean {folder}?" in refused(source=folder / "checkpoint")
     assert f"there is something at {folder}" in refused(target=folder)
     assert "there is something at" in refused(target=folder / "recipe.yaml")
+    assert "OUT: " in (said := refused(target=folder / "recipe.yaml" / "out"))
+    assert "recipe.yaml is not a folder that can be written to" in said
     assert "has no adapter (train.tuning=full)" in refused("--form", "adapter")
     assert "--questions 0 leaves answers" in refused()
     assert "run `coinrag build`" in refused("--build-store", str(tmp_path / "store"))

@@ -13,13 +13,13 @@ import launch
 from launch import training
 from launch.training import (
     CONFIGS,
-    SHARDINGS,
     Nodes,
     refuse_sharding,
     run_training,
     sharding_environment,
 )
 from recipes.errors import UserError
+from recipes.sharding import SHARDINGS
 
 ROOT = Path(launch.__file__).resolve().parent.parent
 

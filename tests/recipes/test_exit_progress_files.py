@@ -53,6 +53,8 @@ def test_failure_is_left_in_the_status_file(
     run(lambda: _raise(UserError("fix it")))
     left = json.loads((tmp_path / "status").read_text(encoding="utf-8"))
     assert left == {"status": 2, "message": "fix it"}
+    run(lambda: _raise(RuntimeError("a rank has lost its connection to the first that failed")))
+    assert json.loads((tmp_path / "status").read_text(encoding="utf-8")) == left
 
 
 def test_progress_outside_a_terminal_is_plain_lines(

@@ -19,29 +19,34 @@ eval.ablations eval.arms eval.bootstrap_resamples eval.budgets_ms eval.checkpoin
 eval.concurrent_requests eval.injection_clean eval.injections eval.max_new_tokens
 eval.max_prompt_tokens eval.output eval.questions_per_dataset eval.runs.ape
 eval.runs.block_attention eval.runs.cacheblend eval.runs.coinrag eval.runs.epic eval.runs.kvlink
-eval.runs.online_nuggets eval.runs.standard_rag eval.runs.turborag eval.systems eval.ttft_repeats
-eval.warmup_questions eval.widths model.dtype model.path name nuggets.extractor
-nuggets.fuzzy_threshold nuggets.llm.api_key_variable nuggets.llm.attempts nuggets.llm.base_url
-nuggets.llm.concurrent_requests nuggets.llm.input_price nuggets.llm.max_cost
-nuggets.llm.max_output_tokens nuggets.llm.max_requests nuggets.llm.max_total_tokens
-nuggets.llm.model nuggets.llm.output nuggets.llm.output_price nuggets.llm.temperature
-nuggets.llm.timeout_seconds nuggets.local_model.batch_size nuggets.local_model.device
-nuggets.local_model.dtype nuggets.local_model.max_new_tokens nuggets.local_model.path
-prompt.after_passages prompt.before_passages prompt.system raft.noise_probability
-retrieval.batch_size retrieval.bm25 retrieval.candidates retrieval.device retrieval.encoder
-retrieval.encoder_kind retrieval.k retrieval.k_c retrieval.order retrieval.overlap
-retrieval.selection retrieval.weights.colbert retrieval.weights.dense retrieval.weights.sparse
-seed store.check_reads store.dtype store.folder store.keep store.max_gib store.memory_gib
-store.read_threads store.shard_mib store.when_full systems.ape.scale systems.ape.temperature
-systems.cacheblend.check_layer systems.cacheblend.gradual systems.cacheblend.metric
-systems.cacheblend.ratio systems.epic.recomputed_tokens systems.kvlink.link_tokens
-systems.online_nuggets.extractor systems.online_nuggets.style systems.turborag.positions
-train.effective_batch_samples train.epochs train.gradient_checkpointing train.learning_rate
-train.log_every_steps train.lora.alpha train.lora.dropout train.lora.rank
-train.lora.target_modules train.max_grad_norm train.max_length_tokens train.max_steps
-train.micro_batch_samples train.mixed_precision train.resume train.run_folder
-train.save_every_steps train.schedule train.system train.tuning train.wandb.mode
-train.wandb.project train.warmup_fraction train.weight_decay
+eval.runs.online_nuggets eval.runs.standard_rag eval.runs.turborag eval.systems
+eval.ttft_repeats eval.warmup_questions eval.widths model.dtype model.path name
+nuggets.extractor nuggets.fuzzy_threshold nuggets.llm.api_key_variable nuggets.llm.attempts
+nuggets.llm.base_url nuggets.llm.concurrent_requests nuggets.llm.input_price
+nuggets.llm.max_cost nuggets.llm.max_output_tokens nuggets.llm.max_requests
+nuggets.llm.max_total_tokens nuggets.llm.model nuggets.llm.output nuggets.llm.output_price
+nuggets.llm.temperature nuggets.llm.timeout_seconds nuggets.local_model.batch_size
+nuggets.local_model.device nuggets.local_model.dtype nuggets.local_model.max_new_tokens
+nuggets.local_model.path prompt.after_passages prompt.before_passages prompt.system
+raft.noise_probability retrieval.batch_size retrieval.bm25 retrieval.candidates retrieval.device
+retrieval.encoder retrieval.encoder_kind retrieval.k retrieval.k_c retrieval.order
+retrieval.overlap retrieval.selection retrieval.weights.colbert retrieval.weights.dense
+retrieval.weights.sparse seed store.check_reads store.dtype store.folder store.keep
+store.max_gib store.memory_gib store.read_threads store.shard_mib store.when_full
+systems.ape.scale systems.ape.temperature systems.cacheblend.check_layer
+systems.cacheblend.gradual systems.cacheblend.metric systems.cacheblend.ratio
+systems.epic.recomputed_tokens systems.kvlink.link_tokens systems.online_nuggets.extractor
+systems.online_nuggets.style systems.turborag.positions train.attention
+train.effective_batch_samples train.epochs train.evaluate.every_steps train.evaluate.keep_best
+train.evaluate.patience train.evaluate.questions_per_dataset train.evaluate.sample_answers
+train.gradient_checkpointing train.group_shared_chunks train.init_from train.keep_states
+train.learning_rate train.log_every_steps train.lora.activated train.lora.alpha train.lora.dora
+train.lora.dropout train.lora.rank train.lora.rank_stabilized train.lora.target_modules
+train.max_grad_norm train.max_length_tokens train.max_steps train.micro_batch_samples
+train.micro_batch_tokens train.mixed_precision train.optimizer train.resume train.run_folder
+train.save_every_steps train.schedule train.spike_factor train.system train.tensorboard
+train.trackio.project train.tuning train.wandb.mode train.wandb.project train.warmup_fraction
+train.weight_decay
 """
 
 

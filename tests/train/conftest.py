@@ -101,3 +101,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
         patch.setattr(workers, "load_encoder", lambda config, threads: encode_words)
         build(resolve([str(folder / "recipe.yaml")]).config, "train")
     return Workplace(folder)
+
+
+@pytest.fixture(scope="session")
+def place(workplace: Workplace) -> Workplace:
+    """The workplace, with dev data."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "load_encoder", lambda config, threads: encode_words)
+        build(resolve([str(workplace.folder / "recipe.yaml")]).config, "dev")
+    return workplace

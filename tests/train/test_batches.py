@@ -61,7 +61,7 @@ def test_epochs_differ_and_seeds_differ() -> None:
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(UserError, match=r"multiple of .* x 4 ranks"):
+    with pytest.raises(UserError, match=r"\(12\) .* \(2\) x 4 ranks, such as 16"):
         plain(100, 12, 2, 4, 0)
 
 
@@ -80,6 +80,7 @@ def test_passes_keep_to_their_tokens_and_lose_nothing(
     order = BatchOrder(tokens, 4 * ranks, micro, ranks, 0, budget, chunks if group else None)
     seen = Counter()
     for step in range(order.steps_per_epoch):
+        assert len(order.micro_batches(step, 0)) <= -(-len(order.step_samples(step)) // ranks)
         passes = [indices for mine in dealt(order, step) for indices in mine]
         assert Counter(chain.from_iterable(passes)) == Counter(order.step_samples(step))
         for indices in passes:
@@ -87,7 +88,7 @@ def test_passes_keep_to_their_tokens_and_lose_nothing(
             assert len(indices) == 1 or sum(tokens[index] for index in indices) <= budget
         seen.update(chain.from_iterable(passes))
     assert seen == Counter(range(len(tokens)))
-    longest = order.longest(order.steps_per_epoch).indices
+    longest = order.longest(order.steps_per_epoch)
     most = max(
         sum(tokens[index] for index in indices)
         for step in range(order.steps_per_epoch)

@@ -196,7 +196,7 @@ def test_flipped_records_are_not_trained_on(workplace, frozen, with_store) -> No
 
 
 def test_a_store_of_other_weights_is_refused(workplace, with_store) -> None:
-    other = workplace.folder / "other_model"
+    other = workplace.folder / "other_weights"
     shutil.copytree(workplace.folder / "model", other)
     model = AutoModelForCausalLM.from_pretrained(other)
     with torch.no_grad():

@@ -18,10 +18,10 @@ from cache_ops.hf import check_supported
 from cache_ops.packing import Example, PackedBatch, pack
 from cache_ops.plan import PROMPT, Span, plan_prefix
 from cache_ops.rope import Rope
+from recipes.sharding import SHARDINGS
 from recipes.training import TrainConfig
 from train.model_shape import ModelShape, RowShape
 from train.planner import (
-    SHARDINGS,
     Setting,
     disk_bytes,
     optimizer_bytes,

@@ -158,7 +158,7 @@ def test_trackers_go_on_with_their_runs_without_network(
         ]
     )  # fmt: skip
 
-    def part(previous: dict[str, str] | None, first: int, steps: range) -> dict[str, str]:
+    def part(previous: dict[str, str], first: int, steps: range) -> dict[str, str]:
         accelerator = Accelerator(cpu=True)
         try:
             start_trackers(accelerator, resolved, previous, first)
@@ -172,7 +172,7 @@ def test_trackers_go_on_with_their_runs_without_network(
         return state
 
     # Killed after step 3, with a state of step 2.
-    state = part(None, 0, range(1, 4))
+    state = part({}, 0, range(1, 4))
     assert state.keys() == {"wandb", "trackio"}
     assert part(json.loads(json.dumps(state)), 2, range(3, 5)) == state
 

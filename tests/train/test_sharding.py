@@ -14,10 +14,16 @@ from transformers import AutoModelForCausalLM
 from launch.cli import main
 from recipes.errors import UserError
 from recipes.resolve import resolve
+from train.recorder import read_steps
 from train.sharding import refuse_unshared
 
 LORA = ("train.tuning=lora", "train.lora.rank=4", "train.learning_rate=1e-2")
 OPTIONS = ("train.max_steps=3", "train.save_every_steps=2")
+# Dealt by tokens, passes of the ranks are not those of one process.
+EVALUATED = (
+    "train.evaluate.every_steps=3", "train.evaluate.sample_answers=4", "train.tensorboard=true",
+    "train.micro_batch_tokens=250",
+)  # fmt: skip
 IDS = torch.arange(40)[None]
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -44,7 +50,7 @@ def begun(workplace, finished, name):
 
 
 def assert_same_run(workplace, name, other):
-    lines, others = workplace.metrics(name), workplace.metrics(other)
+    lines, others = (read_steps(workplace.folder / run) for run in (name, other))
     assert [line["step"] for line in lines] == [1, 2, 3]
     for key in ("loss", "gradient_norm"):
         expected = pytest.approx([line[key] for line in others], rel=1e-5, abs=1e-5)
@@ -91,23 +97,29 @@ def lora(workplace):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sharding",
+    ("sharding", "overrides"),
     [
-        pytest.param("zero2", marks=needs_deepspeed),
-        pytest.param("zero3", marks=needs_deepspeed),
-        "fsdp2",
+        ("ddp", EVALUATED),
+        pytest.param("zero2", EVALUATED, marks=needs_deepspeed),
+        pytest.param("zero3", (), marks=needs_deepspeed),
+        ("fsdp2", ()),
     ],
 )
-def test_a_shared_model_is_trained_as_a_whole_one_and_its_state_serves_one_process(
-    workplace, full, sharding
+def test_ranks_train_and_answer_as_one_process_that_their_state_serves(
+    place, full, sharding, overrides
 ):
-    on_two_ranks(workplace, sharding, sharding)
-    assert_same_run(workplace, sharding, full)
-    assert_reloads(workplace, sharding, full)
+    on_two_ranks(place, sharding, sharding, *overrides)
+    assert_same_run(place, sharding, full)
+    assert_reloads(place, sharding, full)
     resumed = f"{sharding}_to_one"
-    begun(workplace, sharding, resumed)
-    in_one_process(workplace, resumed, "train.resume=true")
-    assert_same_run(workplace, resumed, full)
+    begun(place, sharding, resumed)
+    in_one_process(place, resumed, "train.resume=true", *overrides)
+    assert_same_run(place, resumed, full)
+    if overrides:
+        assert len(list((place.folder / sharding / "tensorboard").glob("events.*"))) == 1
+        shared, alone = (place.metrics(name)[-1]["evaluation"] for name in (sharding, resumed))
+        for name in ("questions", "answers", "f1", "em", "stop_rate"):
+            assert shared[name] == alone[name], name
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Every trained system: what a sample becomes, and what its training leaves behind."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cache_ops.hf import load_model, load_tokenizer
+from cache_ops.hf import load_config, load_model, load_tokenizer
 from cache_ops.links import (
     LINKS_FILE,
     Links,
@@ -18,8 +20,11 @@ from cache_ops.plan import PROMPT
 from cache_ops.rope import Rope
 from data_builders.build import load_built
 from data_builders.prompt import PromptTemplate
+from recipes.errors import UserError
 from recipes.resolve import resolve
 from train.examples import ExampleBuilder
+from train.stopping import StopRequest
+from train.trainer import measure_lengths
 
 SYSTEMS = ("coinrag", "standard_rag", "turborag", "block_attention", "kvlink")
 KVLINK = ["train.system=kvlink", "systems.kvlink.link_tokens=2"]
@@ -46,6 +51,19 @@ def whole_texts(workplace, builder, index=0):
     row = load_built(resolve(workplace.arguments("none")).config, "train")
     chunk_ids = row.samples[index]["chunk_ids"]
     return [list(row.chunk(chunk).token_ids) for chunk in chunk_ids]
+
+
+@pytest.mark.parametrize("answers", [[], [""], [" \n", "a second one is not learned"]])
+def test_a_sample_without_an_answer_is_named(workplace, answers) -> None:
+    config = resolve(workplace.arguments("none")).config
+    template = PromptTemplate(load_tokenizer(config.model.path), config.prompt)
+    tables = load_built(config, "train")
+    rows = [tables.samples[0], {**tables.samples[1], "answers": answers}]
+    built = SimpleNamespace(samples=rows, chunk=tables.chunk)
+    rope = Rope.from_config(load_config(config.model.path))
+    silent = ExampleBuilder(built, template, rope, config)
+    with pytest.raises(UserError, match=f"{rows[1]['question_id']}' .* has no answer to learn"):
+        measure_lengths(silent, 2, StopRequest(), report=False)
 
 
 def test_forms_of_a_sample(workplace, builder) -> None:

@@ -53,15 +53,6 @@ def test_micro_batch_size_changes_nothing(workplace, plain, micro) -> None:
     assert_same_weights(workplace, name, "plain", 1e-5)
 
 
-def test_two_ranks_equal_one_process(workplace, plain) -> None:
-    metrics = workplace.train("ranks", "train.epochs=3", processes=2)
-    assert losses(metrics) == pytest.approx(losses(plain), abs=1e-5)
-    assert [line["packed_tokens"] for line in metrics][:2] == [
-        line["packed_tokens"] for line in plain
-    ][:2]
-    assert_same_weights(workplace, "ranks", "plain", 1e-5)
-
-
 def test_accelerate_launch_runs_the_script(workplace, plain) -> None:
     arguments = workplace.arguments("accelerate", "train.epochs=3", "train.max_steps=2")
     command = [sys.executable, "-m", "accelerate.commands.launch", "train/nugget_ft.py"]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +12,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from hypothesis import given
 from safetensors.torch import load_file
-from small import data_row, encode_words, write_rows
+from small import data_row, write_rows
 
 import eval.compare
 import train.watching
-from data_builders import workers
-from data_builders.build import build
 from eval.answers import read_answers
 from eval.compare import compare
 from recipes.errors import UserError
@@ -32,15 +29,6 @@ from train.watching import Watch, spike_text
 
 EVALUATED = ["train.evaluate.sample_answers=4", "train.evaluate.keep_best=false"]
 SHORT = ["train.max_steps=3", "train.micro_batch_samples=8"]
-
-
-@pytest.fixture(scope="module")
-def place(workplace):
-    """The workplace, with dev data."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "load_encoder", lambda config, threads: encode_words)
-        build(resolve([str(workplace.folder / "recipe.yaml")]).config, "dev")
-    return workplace
 
 
 def values(loss: float, norm: float = 1.0) -> dict[str, float]:
@@ -206,20 +194,6 @@ def test_spikes_of_a_run_name_the_questions_of_their_step(place, caplog, monkeyp
         said = [one for one in caplog.messages if one.startswith(f"step {line['step']}: loss")]
         assert len(said) == 1
         assert asked[0] in said[0]
-
-
-def test_two_ranks_share_the_questions_and_the_main_one_writes(place) -> None:
-    options = [*SHORT, "train.micro_batch_samples=4", "train.evaluate.every_steps=3"]
-    options += ["train.tensorboard=true", *EVALUATED]
-    lines = place.train("shared", *options, processes=2)
-    one = place.train_here("unshared", *options)
-    evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
-    alone = one[-1]["evaluation"]
-    assert len(evaluations) == 1
-    for name in ("questions", "answers", "f1", "em", "stop_rate"):
-        assert evaluations[0][name] == alone[name], name
-    files = list(Path(place.folder / "shared" / "tensorboard").glob("events.*"))
-    assert len(files) == 1
 
 
 def test_a_model_that_ranks_split_is_not_evaluated(place) -> None:
