@@ -1,0 +1,18 @@
+"""What a program of this package writes to stderr."""
+
+import logging
+import sys
+
+_OURS = ("cache_ops", "data_builders", "eval", "launch", "recipes", "train")
+# transformers imports torchao where it is installed, which then tells every program that it lacks
+# GPU kernels and uses a deprecated function of torch.
+_SILENCED = ("torchao", "torch.utils._pytree")
+
+
+def set_up_logging() -> None:
+    """Libraries speak up from warnings on, our own packages from progress on."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for package in _OURS:
+        logging.getLogger(package).setLevel(logging.INFO)
+    for library in _SILENCED:
+        logging.getLogger(library).setLevel(logging.ERROR)
