@@ -51,6 +51,11 @@ def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
     run = Path(getattr(config.eval.runs, system) or config.train.run_folder)
     # An export of a run has the weights beside its contract.
     folder = run if (run / "serving.json").is_file() else run / "checkpoint"
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder} is an adapter alone: export the run with --form merged, or let "
+            f"eval.runs.{system} name the run itself"
+        )
     if not (folder / "config.json").is_file():
         raise UserError(
             f"no fine-tuned checkpoint at {folder}: run coinrag train with this recipe first "

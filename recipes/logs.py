@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 
 _OURS = ("cache_ops", "data_builders", "eval", "launch", "recipes", "train")
 # transformers imports torchao where it is installed, which then tells every program that it lacks
@@ -16,3 +17,5 @@ def set_up_logging() -> None:
         logging.getLogger(package).setLevel(logging.INFO)
     for library in _SILENCED:
         logging.getLogger(library).setLevel(logging.ERROR)
+    # Libraries calling each other by names that will change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -138,9 +138,15 @@ def refuse_unshared(accelerator: Accelerator, config: Recipe) -> None:
         accelerator.deepspeed_plugin.offload_optimizer_device,
         accelerator.deepspeed_plugin.offload_param_device,
     ):
-        raise UserError("offloading to NVMe is not supported: offload to the CPU")
+        raise UserError(
+            "the launcher offloads to NVMe, which is not supported: set offload_optimizer_device "
+            "and offload_param_device to cpu or none"
+        )
     if plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise UserError("offloading under FSDP2 is not supported: use --sharding zero3_offload")
+        raise UserError(
+            "the launcher offloads under FSDP2 (fsdp_offload_params), which is not supported: set "
+            "it to false, or use --sharding zero3_offload"
+        )
     train = config.train
     if train.optimizer != "adamw":
         raise UserError(

@@ -100,10 +100,10 @@ Options stand behind the recipe on the command line; that of a smaller model of 
 {table}
 
 The last column is for one rank of {ranks} with `--processes {ranks} --sharding zero3`,
-`train.micro_batch_samples=2` and `train.mixed_precision=bf16`. The paper reports a peak of 75.8 GB and about 140 GPU hours for
-Qwen2-7B on one GPU. Fp32 masters, 16 bytes a weight, are 122 GB and do not fit that; bf16 weights,
-gradients and moments, 8 bytes, are 61 GB and leave 15 GB for activations. The hours here count
-operations alone: they are a lower bound.
+`train.micro_batch_samples=2` and `train.mixed_precision=bf16`. The paper reports a peak of 75.8 GB
+and about 140 GPU hours for Qwen2-7B on one GPU. Fp32 masters, 16 bytes a weight, are 122 GB and do
+not fit that; bf16 weights, gradients and moments, 8 bytes, are 61 GB and leave 15 GB for
+activations. The hours here count operations alone: they are a lower bound.
 """
 
 

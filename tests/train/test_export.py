@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel
 from plain_reading import read_here
 from safetensors.torch import load_file, save_file
+from small import data_row, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cache_ops.fingerprint import Fingerprint
@@ -38,8 +39,10 @@ def logits(model):
 
 
 def finished(workplace, name, *overrides):
-    """What a run under LoRA leaves, with an adapter that changes much."""
-    resolved = resolve(workplace.arguments(name, *overrides))
+    """What a run under LoRA leaves, with an adapter that changes much; no dev data is built."""
+    unbuilt = workplace.folder / "unbuilt.jsonl"
+    write_rows(unbuilt, [data_row(200)])
+    resolved = resolve(workplace.arguments(name, f"data.dev=[{unbuilt}]", *overrides))
     folder = workplace.folder / name
     resolved.write(folder)
     tokenizer = load_tokenizer(str(workplace.folder / "model"))
