@@ -1,6 +1,7 @@
 """`coinrag check`: what a training would see and need, found without training."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -12,11 +13,8 @@ from recipes.errors import UserError
 from recipes.sharding import SHARDINGS, Sharding
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from data_builders.prompt import PromptTemplate
     from data_builders.tables import Tables
-    from recipes.resolve import Resolved
+    from train.batches import BatchOrder
     from train.examples import ExampleBuilder, Lengths
 
 
@@ -46,7 +44,8 @@ def check(
         probe: run the longest pass forward and backward here, and count time from it.
 
     Raises:
-        UserError: the recipe is wrong, nothing is built, or a sample cannot be trained on.
+        UserError: the recipe is wrong, nothing is built, a sample cannot be trained on, or the
+            training would refuse the run: see `launch.refusals`.
         ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_config`.
     """
     from recipes.resolve import resolve
@@ -59,6 +58,7 @@ def check(
     from data_builders.build import load_built
     from data_builders.prompt import PromptTemplate
     from launch import needs
+    from launch.refusals import refuse_untrainable
     from recipes.progress import track
     from train.batches import BatchOrder
     from train.examples import ExampleBuilder
@@ -71,7 +71,8 @@ def check(
         refuse_sharding(sharding, processes)
     tokenizer = load_tokenizer(config.model.path)
     template = PromptTemplate(tokenizer, config.prompt)
-    _refuse_training(resolved, model, tokenizer, template)
+    here = processes == 1 and gpu_gib is None
+    refuse_untrainable(resolved, model, tokenizer, template, sharding, here=here)
     frozen = config.context.gradient == "frozen"
     if frozen and probe:
         raise UserError(
@@ -93,12 +94,11 @@ def check(
     longest = builder.micro_batch(order.longest(steps))
     single = builder.micro_batch([row_tokens.index(max(row_tokens))])
     row = RowShape.of(longest, frozen=frozen)
-    passes = len(order.micro_batches(0, 0))
+    passes, run_tokens = _work(order, steps)
     setting = Setting(config.train, config.model.dtype, sharding, processes, passes)
-    run_tokens = round(sum(row_tokens) * steps / order.steps_per_epoch)
 
     single_row = RowShape.of(single, frozen=frozen)
-    memory = needs.memory(shape, row, single_row, setting, gpu_gib)
+    memory = needs.memory(config, shape, row, single_row, setting, gpu_gib)
     space = needs.disk_space(config, shape, setting, builder.used_ranges if frozen else None)
     probed = needs.probe(config, longest, memory) if probe else None
     decode = cast(Callable[[Sequence[int]], str], tokenizer.decode)
@@ -119,33 +119,18 @@ def check(
     }
 
 
-def _refuse_training(
-    resolved: "Resolved",
-    model: "PreTrainedConfig",
-    tokenizer: "PreTrainedTokenizerBase",
-    template: "PromptTemplate",
-) -> None:
-    """What the training refuses of a recipe for its model, whose weights are not read.
+def _work(order: "BatchOrder", steps: int) -> tuple[int, int]:
+    """The most passes of a rank in a step, and the packed tokens of all passes of all ranks.
 
-    Raises:
-        UserError: see `train.optim.check_optimizer`, `train.adapters` and `train.lineage`.
+    Passes that a rank only runs for the others to go on count as well. Of several epochs the first
+    is looked at.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from train.adapters import invocation_ids, refuse_quantized, with_adapter
-    from train.lineage import check_lineage
-    from train.optim import check_optimizer
-
-    train = resolved.config.train
-    check_optimizer(resolved.config)
-    refuse_quantized(model)
-    if train.tuning == "lora":
-        with torch.device("meta"):
-            with_adapter(AutoModelForCausalLM.from_config(model), train.lora)
-        if train.lora.activated:
-            invocation_ids(template)
-    check_lineage(resolved, tokenizer, report=False)
+    looked_at = min(steps, order.steps_per_epoch)
+    passes = [
+        order.micro_batches(step, rank) for step in range(looked_at) for rank in range(order.ranks)
+    ]
+    tokens = sum(order.tokens[at] for run in passes for one in run for at in one.indices)
+    return max(map(len, passes)), round(tokens * steps / looked_at)
 
 
 def _counts(lengths: Sequence["Lengths"], forms: int) -> Result:
@@ -173,6 +158,7 @@ def _counts(lengths: Sequence["Lengths"], forms: int) -> Result:
         "answer_tokens": sum(one.answer_tokens for one in lengths),
         "shortened": sum(one.dropped > 0 for one in lengths),
         "dropped": sum(one.dropped for one in lengths),
+        "without_passages": sum(one.all_dropped for one in lengths),
     }
 
 
@@ -264,8 +250,8 @@ def add_command(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
 def _at_least(least: int, kind: type[int] | type[float]) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = kind(text)
-        if not value >= least or (kind is float and value == 0):
-            expected = "a number above" if kind is float else "at least"
+        if not value >= least or (kind is float and not 0 < value < math.inf):
+            expected = "a finite number above" if kind is float else "at least"
             raise argparse.ArgumentTypeError(f"expected {expected} {least}, got {text}")
         return value
 

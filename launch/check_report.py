@@ -24,8 +24,13 @@ def render_check(result: Result, *, colours: bool = False) -> str:
             f"  {counts['shortened']:,} samples lose {counts['dropped']:,} nuggets or chunks to "
             "train.max_length_tokens"
         )
+    if counts["without_passages"]:
+        lines.append(
+            f"  warning: {counts['without_passages']:,} of them lose all, and are learned without "
+            "any passage: raise train.max_length_tokens"
+        )
     lines.append(
-        f"{counts['steps']:,} steps of {counts['passes_a_rank_and_step']} passes a rank, "
+        f"{counts['steps']:,} steps of at most {counts['passes_a_rank_and_step']} passes a rank, "
         f"{counts['tokens_of_the_run']:,} packed tokens; the longest pass has "
         f"{counts['tokens_of_the_longest_pass']:,}"
     )
@@ -36,7 +41,9 @@ def render_check(result: Result, *, colours: bool = False) -> str:
     )
     disk = result["disk"]
     lines.append(f"disk: {_parts(disk['parts'])}")
-    lines.append(f"  {disk['gib']:.2f} GiB, {disk['free_gib']:.2f} free: {_verdict(disk['fits'])}")
+    lines.append(
+        f"  {_size(disk['gib'])}, {_size(disk['free_gib'])} free: {_verdict(disk['fits'])}"
+    )
     return "\n".join(lines)
 
 
@@ -62,17 +69,21 @@ def _memory_lines(memory: Result) -> list[str]:
     if memory["host_parts"]:
         lines.append(f"  in the host's memory: {_parts(memory['host_parts'])}")
     lines.append(
-        f"  {memory['gib']:.2f} GiB, {memory['available_gib']:.2f} for each on "
+        f"  {_size(memory['gib'])}, {_size(memory['available_gib'])} for each on "
         f"{memory['available_on']}: {_verdict(memory['fits'])}"
     )
     for change in memory["changes"]:
         fits = "fits" if change["fits"] else "still too much"
-        lines.append(f"  {change['change']}: {change['gib']:.2f} GiB, {fits}")
+        lines.append(f"  {change['change']}: {_size(change['gib'])}, {fits}")
     return lines
 
 
 def _parts(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {gib:.2f} GiB" for name, gib in parts.items())
+    return ", ".join(f"{name.replace('_', ' ')} {_size(gib)}" for name, gib in parts.items())
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.3g} MiB"
 
 
 def _verdict(fits: bool) -> str:

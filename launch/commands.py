@@ -104,7 +104,7 @@ def train(
     nodes: Nodes = ONE_NODE,
     quiet_stdout: bool = False,
 ) -> Result:
-    """Train a recipe in processes of its own; the run folder.
+    """Train a recipe in processes of its own; the run folder, whether it is `finished`, its `step`.
 
     With `quiet_stdout` what the training prints goes to stderr.
 
@@ -115,6 +115,7 @@ def train(
     """
     from launch.training import run_training
     from recipes.resolve import resolve
+    from train.history import outcome
 
     config = resolve(arguments).config
     ending = run_training(
@@ -126,7 +127,8 @@ def train(
     )
     if ending.status != OK:
         raise TrainingFailedError(ending)
-    return {"run_folder": config.train.run_folder}
+    folder = config.train.run_folder
+    return {"run_folder": folder, **outcome(Path(folder))}
 
 
 def compare(arguments: Sequence[str]) -> Result:

@@ -4,14 +4,18 @@ import argparse
 import json
 import logging
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from launch.cache import Checkpoint
 from launch.commands import Result
 from recipes.errors import UserError
+from recipes.exit import is_users
 from recipes.files import write_text
 
 if TYPE_CHECKING:
@@ -27,6 +31,31 @@ _PACKAGES = ("coinrag", "transformers", "peft", "accelerate", "safetensors", "to
 _SPARE_BYTES = 64 << 20
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP end a command as Ctrl-C does: what is half written goes.
+
+    A signal that the process was started to ignore, as by nohup, stays ignored.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # A second one would stop the clearing up.
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@_ended_by_signals()
 def export(
     run: str,
     out: str,
@@ -64,6 +93,8 @@ def export(
     from train.run_folder import refuse_unwritable, replace_folder
 
     refuse_unwritable(target, "OUT")
+    if store is not None:
+        refuse_unwritable(Path(store), "--build-store")
     source = open_run(Path(run))
     check_form(source, form, dtype)
     building = None if store is None else _store_to_build(source, target, form, dtype, store)
@@ -87,7 +118,12 @@ def export(
     if building is not None:
         from launch.cache import build
 
-        result["store"] = build(**building)
+        logger.info("the export %s is complete; building its store", target)
+        try:
+            result["store"] = build(**building)
+        except Exception as error:
+            kind = UserError if is_users(error) else RuntimeError
+            raise kind(f"{error}; the export {target} is complete, its store is not") from error
     return result
 
 

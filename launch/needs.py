@@ -17,19 +17,27 @@ from recipes.schema import Recipe
 from recipes.sharding import SHARDINGS
 from train.context import UsedRanges
 from train.model_shape import ModelShape, RowShape
+from train.optim import check_optimizer
 from train.planner import Setting, disk_bytes, peak_memory, step_flops
 from train.run_folder import nearest_folder
+from train.sharding import refuse_unsharable
 
 _GIB = 2**30
 
 
 def memory(
-    shape: ModelShape, row: RowShape, single: RowShape, setting: Setting, gpu_gib: float | None
+    config: Recipe,
+    shape: ModelShape,
+    row: RowShape,
+    single: RowShape,
+    setting: Setting,
+    gpu_gib: float | None,
 ) -> Result:
     """The estimated peak of a rank by part, whether it fits, and if not what would change that.
 
     Args:
-        shape: of the model.
+        config: the recipe.
+        shape: of its model.
         row: the longest pass.
         single: the longest sample alone.
         setting: how it is trained.
@@ -38,7 +46,7 @@ def memory(
     needed = peak_memory(shape, row, setting)
     available, place = _available(setting.ranks, gpu_gib)
     fits = needed.device_total <= available
-    changes = [] if fits else list(_changes(shape, row, single, setting, available))
+    changes = [] if fits else list(_changes(config, shape, row, single, setting, available))
     return {
         "parts": _gib(needed.device),
         "host_parts": _gib(needed.host),
@@ -51,9 +59,14 @@ def memory(
 
 
 def _changes(
-    shape: ModelShape, row: RowShape, single: RowShape, setting: Setting, available: float
+    config: Recipe,
+    shape: ModelShape,
+    row: RowShape,
+    single: RowShape,
+    setting: Setting,
+    available: float,
 ) -> Iterator[Result]:
-    """Changes of the run that need less, alone and then together with checkpointing."""
+    """Changes that training takes and that need less, alone and then with checkpointing."""
     train = setting.train
     changes: list[tuple[str, Setting, RowShape]] = []
 
@@ -89,8 +102,22 @@ def _changes(
             name = f"train.gradient_checkpointing=true {name}"
             changes.append((name, replace(other, train=both), shorter))
     for name, other, shorter in changes:
+        if not _is_trainable(config, other):
+            continue
         needed = peak_memory(shape, shorter, other).device_total
         yield {"change": name, "gib": needed / _GIB, "fits": needed <= available}
+
+
+def _is_trainable(config: Recipe, setting: Setting) -> bool:
+    """Whether the training takes the recipe in another setting."""
+    model = config.model.model_copy(update={"dtype": setting.dtype})
+    changed = config.model_copy(update={"train": setting.train, "model": model})
+    try:
+        check_optimizer(changed)
+        refuse_unsharable(changed, setting.sharding)
+    except UserError:
+        return False
+    return True
 
 
 def _available(ranks: int, gpu_gib: float | None) -> tuple[float, str]:

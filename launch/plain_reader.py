@@ -5,6 +5,7 @@ left in OUT: `logits.safetensors`, of the token after each prompt, and `read.jso
 """
 
 import json
+import logging
 import socket
 import sys
 from importlib.metadata import version
@@ -18,6 +19,9 @@ def _refuse(*_: object) -> Any:
 
 socket.socket.connect = _refuse  # type: ignore[method-assign]
 socket.socket.connect_ex = _refuse  # type: ignore[method-assign]
+# They tell of missing GPU kernels; stderr is for what went wrong here.
+for _library in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_library).setLevel(logging.ERROR)
 
 import torch  # noqa: E402 - after the network is blocked
 from safetensors.torch import save_file  # noqa: E402

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,8 +24,9 @@ from cache_ops.links import save_links, take_links
 from recipes.errors import UserError
 from recipes.training import TrainConfig
 from train.adapters import mark_activated, merge
+from train.history import state_step, states
 from train.ranks import from_main
-from train.run_folder import replace_folder
+from train.run_folder import replace_folder, told_unwritable
 from train.tensor_files import FILE_BYTES, DamagedError, TensorFiles, write_tensors
 from train.watching import Watch
 from train.whole import put_state, whole_state
@@ -68,15 +68,15 @@ def save_state(
         UserError: it cannot be written (no room, no right).
     """
     target = run_folder / "state" / f"step-{progress.step:08d}"
-    states = _states(run_folder)
+    before = states(run_folder)
     tensors = chain(_generators(accelerator), whole_state(accelerator, model, optimizer))
     described = asdict(progress) | {"made_with": _circumstances(accelerator)}
     if accelerator.is_main_process:
         # Only what could not be read is newer than a step that was trained.
-        _remove(state for state in states if state.name >= target.name)
+        _remove(state for state in before if state.name >= target.name)
     _write(accelerator, target, tensors, described)
     if accelerator.is_main_process:
-        older = [state for state in states if state.name < target.name]
+        older = [state for state in before if state.name < target.name]
         _remove(older[: max(0, len(older) - keep + 1)])
         _remove_bests(run_folder, {progress.watch.best_step})
     accelerator.wait_for_everyone()
@@ -94,7 +94,8 @@ def load_state(
     States that are not whole are passed over and named in the log.
 
     Raises:
-        UserError: it is of another number of ranks, and random numbers are drawn in training.
+        UserError: there are states and none is whole; or it is of another number of ranks, and
+            random numbers are drawn in training.
     """
     step = from_main(accelerator, _newest_whole(run_folder) if accelerator.is_main_process else 0)
     if not step:
@@ -200,13 +201,11 @@ def save_model(
         write_weights(folder)
         tokenizer.save_pretrained(folder)
 
-    try:
+    with told_unwritable(run_folder):
         if hasattr(model, "merge_and_unload"):
             replace_folder(run_folder / "adapter", write_adapter)
             model = merge(model)
         replace_folder(run_folder / "checkpoint", write)
-    except (OSError, SafetensorError) as error:
-        raise _unwritable(run_folder, error) from error
 
 
 def _write(
@@ -225,17 +224,8 @@ def _write(
         (folder / _PROGRESS).write_text(json.dumps(described, indent=1), encoding="utf-8")
         write_tensors(folder, tensors)
 
-    try:
+    with told_unwritable(target):
         replace_folder(target, write)
-    except (OSError, SafetensorError) as error:
-        raise _unwritable(target, error) from error
-
-
-def _unwritable(target: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{target} cannot be written: {error}. What was there before still is; "
-        "train.resume=true goes on from the last state"
-    )
 
 
 def _generators(accelerator: Accelerator) -> Iterator[tuple[str, Tensor]]:
@@ -245,11 +235,6 @@ def _generators(accelerator: Accelerator) -> Iterator[tuple[str, Tensor]]:
         states["cuda"] = torch.cuda.get_rng_state()
     for kind, state in states.items():
         yield f"{_GENERATOR}.{kind}", accelerator.gather(state.to(accelerator.device)[None])
-
-
-def _states(run_folder: Path) -> list[Path]:
-    """Oldest first."""
-    return sorted((run_folder / "state").glob("step-*"))
 
 
 def _best(run_folder: Path, step: int) -> Path:
@@ -262,18 +247,30 @@ def _remove_bests(run_folder: Path, needed: set[int]) -> None:
 
 
 def _newest_whole(run_folder: Path) -> int:
-    """The step of the newest state that is whole; 0 where there is none."""
-    states = _states(run_folder)
-    for state in reversed(states):
+    """The step of the newest state that is whole; 0 where there is no state at all.
+
+    Raises:
+        UserError: none is whole.
+    """
+    damaged: list[str] = []
+    found = 0
+    for state in reversed(states(run_folder)):
         try:
             TensorFiles.open(state).verify()
         except DamagedError as error:
-            logger.warning("passed over %s: %s", state, error)
+            damaged.append(f"{state}: {error}")
         else:
-            return int(state.name.removeprefix("step-"))
-    if states:
-        logger.warning("no state of %s can be read: it begins again", run_folder)
-    return 0
+            found = state_step(state)
+            break
+    if damaged and not found:
+        raise UserError(
+            "train.resume=true: no state of this run can be read:\n  "
+            + "\n  ".join(damaged)
+            + f"\nTo begin anew, delete {run_folder / 'state'} or choose another train.run_folder"
+        )
+    for one in damaged:
+        logger.warning("passed over %s", one)
+    return found
 
 
 def _circumstances(accelerator: Accelerator) -> dict[str, Any]:

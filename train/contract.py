@@ -22,10 +22,9 @@ from data_builders.models import folder_identity, model_folder
 from data_builders.prompt import PromptTemplate
 from recipes.exit import is_users
 from recipes.schema import Recipe
+from train.history import read_metrics
 from train.lineage import starting_weights
-from train.recorder import read_metrics
 
-CONTRACT_FILE = "serving.json"
 FORMAT = 1
 _T = TypeVar("_T")
 _EVALUATED = ("questions", "f1", "em", "stop_rate")

@@ -42,8 +42,11 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         _prepare(axes, "dev F1, %" if evaluations else "no evaluation so far")
         _draw_evaluations(axes, evaluations)
         temporary = path.with_name(f".{path.name}.tmp")
-        figure.savefig(temporary, format="png", dpi=110, metadata={"Software": None})
-        temporary.replace(path)
+        try:
+            figure.savefig(temporary, format="png", dpi=110, metadata={"Software": None})
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _prepare(axes: "Axes", title: str) -> None:
@@ -69,7 +72,7 @@ def _draw_evaluations(axes: "Axes", evaluations: Sequence[Mapping[str, Any]]) ->
             axes.plot(at, f1, f"C{number}--", linewidth=0.9, label=name)
     f1 = [line["evaluation"]["f1"] for line in evaluations]
     axes.plot(at, f1, _LINE, marker="o", linewidth=2, label="all questions")
-    best = max(range(len(f1)), key=f1.__getitem__)
+    best = max(range(len(f1)), key=lambda place: (f1[place], place))
     axes.plot(at[best], f1[best], "*", color=_MARK, markersize=14, label=f"best: {f1[best]:.1f}")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)

@@ -32,6 +32,8 @@ class Lengths:
     """What it adds to a packed row that shares no chunk with it."""
     dropped: int
     """Selected nuggets, or retrieved chunks, left out because of `train.max_length_tokens`."""
+    all_dropped: bool
+    """There were some, and none is left."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Sample:
     segments: Mapping[str, Sequence[int]]
     """The tokens of every chunk of their plans."""
     dropped: int
+    kept: int
+    """Nuggets or chunks."""
 
 
 class ExampleBuilder:
@@ -73,7 +77,10 @@ class ExampleBuilder:
         row_tokens = sum(len(one.query_ids) + len(one.answer_ids) for one in sample.examples)
         if self._config.context.gradient != "frozen":
             row_tokens += sum(used_tokens(sample.examples, sample.segments).values())
-        return Lengths(tokens, prefix_tokens, answer_tokens, row_tokens, sample.dropped)
+        all_dropped = sample.dropped > 0 and not sample.kept
+        return Lengths(
+            tokens, prefix_tokens, answer_tokens, row_tokens, sample.dropped, all_dropped
+        )
 
     def chunk_ids(self) -> list[list[str]]:
         """The retrieved chunks of every sample."""
@@ -119,7 +126,7 @@ class ExampleBuilder:
             kept -= 1
             layouts, segments = self._forms(row, kept)
         examples = [Example.of(layout, query_ids, answer_ids) for layout in layouts]
-        return Sample(examples, segments, pieces - kept)
+        return Sample(examples, segments, pieces - kept, kept)
 
     def micro_batch(
         self, indices: Sequence[int], frozen: FrozenContext | None = None

@@ -21,8 +21,8 @@ from data_builders.prompt import PromptTemplate
 from recipes.errors import UserError
 from recipes.files import write_text
 from recipes.schema import Recipe
-from train.contract import CONTRACT_FILE, contract
-from train.run_folder import finished_run
+from train.contract import contract
+from train.run_folder import CONTRACT_FILE, finished_run
 from train.shards import SHARD_BYTES, Dtype, copy_weights, tensor_bytes
 
 Form = Literal["merged", "adapter"]

@@ -21,7 +21,6 @@ _SHAPE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
-_OF_THE_RUN = ("train.run_folder", "train.init_from")
 
 
 def starting_weights(config: Recipe) -> str:
@@ -76,7 +75,9 @@ def check_lineage(resolved: Resolved, tokenizer: PreTrainedTokenizerBase, *, rep
         )
     _check_links(config, checkpoint)
     if report:
-        changed = [line for line in changes(earlier, resolved) if not line.startswith(_OF_THE_RUN)]
+        changed = [
+            line for line in changes(earlier, resolved) if not line.startswith("train.init_from:")
+        ]
         told = ":\n  " + "\n  ".join(changed) if changed else " are the same"
         logger.info("starts from the weights of %s; settings there -> here%s", run, told)
 

@@ -46,7 +46,7 @@ class Loop:
         """Trains to the end, or until asked to stop with a state saved; whether it is the end.
 
         Raises:
-            FloatingPointError: see `Stepper.step`.
+            DivergedError: see `Stepper.step`.
             UserError: see `save_state`.
         """
         train, progress, watch = self.train, self.progress, self.progress.watch

@@ -17,12 +17,12 @@ from recipes.files import write_text
 from recipes.progress import Progress
 from recipes.training import TrainConfig
 from train.curves import draw_curves
+from train.history import METRICS_FILE, read_metrics
+from train.run_folder import told_unwritable
 from train.throughput import used
 from train.watching import answer_text, spike_text
 
 logger = logging.getLogger(__name__)
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Recorder:
@@ -39,6 +39,9 @@ class Recorder:
         """Goes on with the folder's metrics after `first_step`; see `throughput.used` for the peak.
 
         Lines of later steps, which come again, are taken out.
+
+        Raises:
+            UserError: the metrics cannot be read or written; so of every method that writes a line.
         """
         self._folder = folder
         self._path = folder / METRICS_FILE
@@ -47,7 +50,8 @@ class Recorder:
         self._peak_flops = peak_flops
         self._progress = Progress("train", total_steps, "steps", start=first_step)
         kept = [line for line in read_metrics(folder) if line["step"] <= first_step]
-        write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+        with told_unwritable(self._path):
+            write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def record(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Counts a step, and writes its values where it is one to be logged: what was written."""
@@ -85,24 +89,15 @@ class Recorder:
         self._draw()
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with told_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def _draw(self) -> None:
-        draw_curves(read_metrics(self._folder), self._folder / "training.png")
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All lines of a run's metrics; a half-written last one is left out."""
-    path = folder / METRICS_FILE
-    # Complete lines end with a newline, so the last piece is empty or what a kill has cut.
-    complete = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in complete]
-
-
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The logged steps of a run's metrics."""
-    return [line for line in read_metrics(folder) if "loss" in line]
+        picture = self._folder / "training.png"
+        try:
+            draw_curves(read_metrics(self._folder), picture)
+        except OSError as error:
+            logger.warning("%s is not drawn: %s", picture, error)
 
 
 def peak_memory_gib() -> float:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from recipes.errors import UserError
 from recipes.resolve import Resolved, resolve
@@ -31,18 +32,21 @@ logger = logging.getLogger(__name__)
 
 # Settings that may differ between a run and its continuation.
 _FREE = (
-    "train.resume", "train.save_every_steps", "train.log_every_steps", "train.keep_states",
-    "train.spike_factor", "train.evaluate.sample_answers",
+    "train.run_folder", "train.resume", "train.save_every_steps", "train.log_every_steps",
+    "train.keep_states", "train.spike_factor", "train.evaluate.sample_answers",
 )  # fmt: skip
 _FREE_SECTIONS = ("eval.", "store.")
 # Of these, what changes the numbers that a frozen context reads.
 _NEVER_FREE = ("store.dtype",)
 _LOCK = "lock"
+_PARTS = ("state", "checkpoint", "adapter")
+CONTRACT_FILE = "serving.json"
+"""An export has it; see `train.contract`."""
 _WRITING = ".writing-"
 
 
 def refuse_unwritable(folder: Path, option: str = "train.run_folder") -> None:
-    """Passes a folder that is there or can be made.
+    """Passes a folder that is there or can be made, and is not what a run has written.
 
     Raises:
         UserError: `option` names it.
@@ -50,6 +54,29 @@ def refuse_unwritable(folder: Path, option: str = "train.run_folder") -> None:
     nearest = nearest_folder(folder)
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise UserError(f"{option}: {nearest} is not a folder that can be written to")
+    path = folder.absolute()
+    for part in (path, *path.parents):
+        if part.name in _PARTS and (part.parent / "origins.json").is_file():
+            raise UserError(
+                f"{option}: {folder} lies in {part}, which the run in {part.parent} has written; "
+                "choose a folder outside it"
+            )
+
+
+@contextmanager
+def told_unwritable(target: Path) -> Iterator[None]:
+    """Tells the user of what cannot be written.
+
+    Raises:
+        UserError: in place of what the system or safetensors raises.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{target} cannot be written: {error}. What was there before still is; "
+            "train.resume=true goes on from the last state"
+        ) from error
 
 
 def nearest_folder(path: Path) -> Path:
@@ -64,7 +91,7 @@ def alone_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     The system gives the lock back when the process dies. A folder that stays empty goes again.
 
     Raises:
-        UserError: another training is in it.
+        UserError: another training is in it, or it cannot be made.
     """
     held = _lock(folder) if accelerator.is_main_process else None
     if not from_main(accelerator, held is not None):
@@ -85,8 +112,11 @@ def alone_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 def _lock(folder: Path) -> int | None:
     """An open file with the lock on it, or None where another process has it."""
     path = folder / _LOCK
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise UserError(f"train.run_folder {folder} cannot be made or used: {error}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -114,6 +144,8 @@ def refuse_used(resolved: Resolved) -> None:
     folder = Path(train.run_folder)
     if not folder.is_dir() or all(path.name == _LOCK for path in folder.iterdir()):
         return
+    if (folder / CONTRACT_FILE).is_file():
+        raise UserError(f"train.run_folder {folder} is an export ({CONTRACT_FILE}): choose another")
     if not train.resume:
         raise UserError(
             f"train.run_folder {folder} is in use; choose another, or continue that run with "
@@ -122,17 +154,17 @@ def refuse_used(resolved: Resolved) -> None:
     _refuse_changes(resolved, folder)
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether the run in the folder has left its trained model."""
-    return (folder / "checkpoint").is_dir()
-
-
 def finished_run(folder: Path, option: str) -> Resolved:
     """The recipe of the run in a folder, which has left its trained model.
 
     Raises:
         UserError: there is none, or it has not come to its end; `option` names the folder.
     """
+    if (folder / CONTRACT_FILE).is_file():
+        raise UserError(
+            f"{option}: {folder} is an export ({CONTRACT_FILE}), not the folder of a run: name "
+            "the run folder that it was made of"
+        )
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
         above = folder.parent

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from recipes.errors import UserError
 from recipes.schema import Recipe
+from recipes.sharding import Sharding
 
 WHOLE_MODEL_ON_EACH_RANK = (
     DistributedType.NO,
@@ -122,10 +123,10 @@ def _set_up_zero(accelerator: Accelerator, max_grad_norm: float) -> None:
 
 
 def refuse_unshared(accelerator: Accelerator, config: Recipe) -> None:
-    """Refuses what cannot be shared, or what would not be what the recipe says.
+    """Refuses what the launcher sets up in a way that is not supported, or not for the recipe.
 
     Raises:
-        UserError
+        UserError: see also `refuse_unsharable`.
     """
     stage, plugin = zero_stage(accelerator), getattr(accelerator.state, "fsdp_plugin", None)
     if stage not in (2, 3) and not accelerator.is_fsdp2:
@@ -133,7 +134,6 @@ def refuse_unshared(accelerator: Accelerator, config: Recipe) -> None:
             f"training under {accelerator.distributed_type.value} is not supported as the launcher "
             "sets it up: DDP, ZeRO-2, ZeRO-3 and FSDP2 are; see launch/accelerate"
         )
-    name = f"ZeRO-{stage}" if stage else "FSDP2"
     if stage and "nvme" in (
         accelerator.deepspeed_plugin.offload_optimizer_device,
         accelerator.deepspeed_plugin.offload_param_device,
@@ -147,6 +147,19 @@ def refuse_unshared(accelerator: Accelerator, config: Recipe) -> None:
             "the launcher offloads under FSDP2 (fsdp_offload_params), which is not supported: set "
             "it to false, or use --sharding zero3_offload"
         )
+    shardings: dict[int, Sharding] = {2: "zero2", 3: "zero3"}
+    refuse_unsharable(config, shardings.get(stage, "fsdp2"))
+
+
+def refuse_unsharable(config: Recipe, sharding: Sharding) -> None:
+    """Refuses a recipe that ranks cannot share so, or that would not train what it says.
+
+    Raises:
+        UserError
+    """
+    if sharding == "ddp":
+        return
+    name = "FSDP2" if sharding == "fsdp2" else f"ZeRO-{sharding[4]}"
     train = config.train
     if train.optimizer != "adamw":
         raise UserError(
@@ -158,12 +171,12 @@ def refuse_unshared(accelerator: Accelerator, config: Recipe) -> None:
             f"model.dtype={config.model.dtype} under {name} needs train.mixed_precision=bf16 "
             f"({name} trains all weights in one precision)"
         )
-    if stage != 2 and train.evaluate is not None:
+    if sharding != "zero2" and train.evaluate is not None:
         raise UserError(
             f"train.evaluate answers with the whole model on each rank, and {name} splits it: use "
             "--sharding ddp or zero2, or leave it out and run `coinrag compare` afterwards"
         )
-    if stage != 2 and train.tuning == "lora" and config.context.gradient == "frozen":
+    if sharding != "zero2" and train.tuning == "lora" and config.context.gradient == "frozen":
         raise UserError(
             f"context.gradient=frozen with train.tuning=lora computes slices when a rank lacks "
             f"them, for which the others would not be there under {name}: use --sharding ddp or "

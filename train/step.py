@@ -29,6 +29,12 @@ from train.sharding import WHOLE_MODEL_ON_EACH_RANK, zero_stage
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
+class DivergedError(FloatingPointError):
+    """Loss or gradient are no longer finite; the user can change the settings or the data."""
+
+    is_user_error = True
+
+
 @dataclass
 class Stepper:
     """What every step of a run needs."""
@@ -50,7 +56,7 @@ class Stepper:
         """Optimizer step `number`, from 0; its loss, gradient norm and throughput over all ranks.
 
         Raises:
-            FloatingPointError: loss or gradient are no longer finite; names the questions of the
+            DivergedError: loss or gradient are no longer finite; names the questions of the
                 passes whose loss is not, or all of the step if only the gradient is not.
         """
         start = time.perf_counter()
@@ -69,9 +75,10 @@ class Stepper:
         gradient_norm = self._update() if math.isfinite(loss_mean) else math.nan
         if not math.isfinite(gradient_norm):
             suspects = _not_finite(micro_batches, losses) or samples
-            raise FloatingPointError(
+            raise DivergedError(
                 f"step {number + 1}: loss {loss_mean}, gradient norm {gradient_norm}; "
-                f"questions {', '.join(self.builder.question_ids(suspects))}"
+                f"questions {', '.join(self.builder.question_ids(suspects))}. Look at these "
+                "questions, or lower train.learning_rate, in a new run"
             )
         seconds = time.perf_counter() - start
         return {

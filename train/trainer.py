@@ -28,6 +28,7 @@ from train.batches import BatchOrder
 from train.checkpoint import load_state, put_best, save_model
 from train.context import open_frozen_context
 from train.examples import ExampleBuilder, Lengths
+from train.history import is_finished
 from train.lineage import check_lineage, starting_weights
 from train.loop import Loop
 from train.model_shape import ModelShape
@@ -36,10 +37,10 @@ from train.ranks import any_rank
 from train.recorder import Recorder
 from train.run_folder import (
     alone_in,
-    is_finished,
     refuse_unwritable,
     refuse_used,
     remove_leftovers,
+    told_unwritable,
 )
 from train.sharding import open_accelerator
 from train.step import Stepper
@@ -78,7 +79,7 @@ def train(
             needs, no room for a state or the checkpoint.
         ForeignStoreError, StoreError: see `train.context.open_frozen_context`.
         ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_model`.
-        FloatingPointError: the loss or its gradient is no longer finite; names the questions.
+        DivergedError: the loss or its gradient is no longer finite; names the questions.
     """
     folder = Path(resolved.config.train.run_folder)
     refuse_unwritable(folder)
@@ -140,7 +141,8 @@ def _train(
     accelerator.wait_for_everyone()
     if main:
         remove_leftovers(folder)
-        resolved.write(folder)
+        with told_unwritable(folder):
+            resolved.write(folder)
 
     optimizer, schedule = optimizer_and_schedule(model, config.train, total_steps)
     model, optimizer = prepare(accelerator, model, optimizer)
@@ -148,7 +150,7 @@ def _train(
     progress = load_state(accelerator, folder, model, optimizer, config.train)
     with warnings.catch_warnings():
         # torch does not know of the optimizer's steps before the run was resumed.
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        warnings.filterwarnings("ignore", "(Detected call of|Seems like) `", UserWarning)
         for _ in range(progress.step):
             schedule.step()
     start_trackers(accelerator, resolved, progress.tracker_ids, progress.step)
@@ -171,14 +173,19 @@ def _train(
     if loop.run():
         trained = whole_model(accelerator, model, lambda: _open_model(config, tokenizer)[0])
         if trained is not None:
+            watch = progress.watch
             kept = config.train.evaluate is not None and config.train.evaluate.keep_best
-            if kept and progress.watch.best_step:
-                put_best(folder, trained, progress.watch.best_step)
+            weights_of = watch.best_step if kept and watch.best_step else progress.step
+            if kept and watch.best_step:
+                put_best(folder, trained, watch.best_step)
+            if watch.best_f1 == 0:
+                logger.warning("every evaluation found an F1 of 0: no step is better than another")
             per_document = config.systems.kvlink.link_tokens
             save_model(folder, trained, tokenizer, link_tokens=per_document, invocation=invocation)
             logger.info(
-                "trained %d steps; the model is in %s", progress.step, folder / "checkpoint"
-            )
+                "trained %d steps; the model, with the weights of step %d, is in %s",
+                progress.step, weights_of, folder / "checkpoint",
+            )  # fmt: skip
         accelerator.wait_for_everyone()
     else:
         _tell_stopped(progress.step, main)
@@ -235,4 +242,11 @@ def measure_lengths(
             "%d lost %d nuggets or chunks to train.max_length_tokens",
             samples, median, high, max(tokens), shortened, dropped,
         )  # fmt: skip
+        if emptied := [index for index, length in enumerate(lengths) if length.all_dropped]:
+            (first,) = builder.question_ids(emptied[:1])
+            logger.warning(
+                "%d samples, first question %s, have no nugget or chunk left: "
+                "train.max_length_tokens took all of them",
+                len(emptied), first,
+            )  # fmt: skip
     return lengths

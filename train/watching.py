@@ -47,7 +47,7 @@ class Watch:
     best_f1: float | None = None
     """In percent; None before the first evaluation."""
     without_better: int = 0
-    """Evaluations since the best one."""
+    """Evaluations since the F1 last rose."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None) -> Self:
@@ -76,12 +76,13 @@ class Watch:
         return step > 0 and (step % options.every_steps == 0 or step == total_steps)
 
     def note(self, step: int, f1: float) -> bool:
-        """Counts the evaluation after `step`; whether it is the best so far."""
+        """Counts the evaluation after `step`; whether it is the best so far, the last of equals."""
         self.evaluated_step = step
-        if self.best_f1 is not None and f1 <= self.best_f1:
-            self.without_better += 1
+        before = -math.inf if self.best_f1 is None else self.best_f1
+        self.without_better = 0 if f1 > before else self.without_better + 1
+        if f1 < before:
             return False
-        self.best_step, self.best_f1, self.without_better = step, f1, 0
+        self.best_step, self.best_f1 = step, f1
         return True
 
     def is_exhausted(self, options: EvaluateConfig | None) -> bool:

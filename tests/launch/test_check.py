@@ -16,6 +16,12 @@ Recipes = Callable[..., list[str]]
 
 
 @pytest.fixture
+def recipe(recipe: Recipes, tmp_path: Path) -> Recipes:
+    """The recipe of a run that is still to begin."""
+    return lambda *overrides: recipe(f"train.run_folder={tmp_path / 'new'}", *overrides)
+
+
+@pytest.fixture
 def built(recipe: Recipes, tmp_path: Path) -> Recipes:
     """The recipe over built data, on a machine without the model's weights."""
     build(resolve(recipe()).config, "train")
@@ -64,6 +70,78 @@ def test_what_is_left_out_is_counted_once(built: Recipes) -> None:
     assert 0 < counts["shortened"] <= counts["dropped"]
     assert sum(sample["dropped"] for sample in result["samples"]) == counts["dropped"]
     assert render(result).count("train.max_length_tokens") == 1
+    assert counts["without_passages"] == 0
+
+
+def test_samples_that_lose_all_passages_are_warned_of(built: Recipes) -> None:
+    tokens = check.check(built(), samples=1)
+    shown = tokens["samples"][0]["forms"][0]
+    bare = (
+        shown["slices"][0]["end"]
+        + shown["query_tokens"]
+        + tokens["counts"]["tokens"]["answer"]["max"]
+    )
+    result = check.check(built(f"train.max_length_tokens={bare}"), samples=0)
+    assert result["counts"]["without_passages"] == 6
+    assert "warning: 6 of them lose all" in render(result)
+
+
+def test_passes_that_only_keep_ranks_together_are_counted(built: Recipes) -> None:
+    one = check.check(built("train.micro_batch_samples=1"), samples=0)["counts"]
+    more = check.check(
+        built("train.micro_batch_samples=1", "train.effective_batch_samples=8"),
+        samples=0,
+        processes=4,
+    )["counts"]
+    # Six samples on four ranks: two of them run a filler, of the shortest sample.
+    shortest = more["tokens_of_the_run"] - one["tokens_of_the_run"]
+    assert more["passes_a_rank_and_step"] == 2
+    assert 0 < shortest <= 2 * one["tokens"]["packed"]["median"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "said"),
+    [
+        (["train.optimizer=adamw_8bit"], ["--sharding=fsdp2"], "FSDP2 splits the optimizer"),
+        (
+            ["context.gradient=frozen", "train.tuning=lora"],
+            ["--sharding=fsdp2"],
+            "computes slices when a rank lacks",
+        ),
+        (["train.evaluate.every_steps=1"], ["--sharding=fsdp2"], "train.evaluate answers with"),
+        (["train.evaluate.every_steps=1"], [], "run `coinrag build`"),
+        (["train.evaluate.every_steps=1", "data.dev=[nowhere.jsonl]"], [], "nowhere.jsonl"),
+        (["train.attention=varlen"], [], "train.attention=varlen"),
+        (["train.run_folder={here}/run"], [], "is in use"),
+        (["train.run_folder={here}/tiny.yaml/run"], [], "not a folder that can be written to"),
+        (["train.wandb.project=mine"], [], "pip install 'coinrag[wandb]'"),
+    ],
+)
+def test_what_training_refuses_is_refused(
+    built: Recipes,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    flags: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr("train.trackers.is_wandb_available", lambda: False)
+    arguments = built(*(one.format(here=tmp_path) for one in overrides))
+    ranks = ["--processes", "2"] if flags else []
+    assert cli.main(["check", *arguments, *flags, *ranks]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_only_what_training_takes_is_advised(built: Recipes) -> None:
+    sharded = check.check(built(), processes=2, sharding="fsdp2", gpu_gib=1e-6)
+    changes = [change["change"] for change in sharded["memory"]["changes"]]
+    assert "train.tuning=lora" in changes
+    assert not any("adamw_" in change for change in changes)
+
+
+def test_small_sizes_are_in_mib(built: Recipes) -> None:
+    assert "MiB" in render(check.check(built(), samples=0, gpu_gib=2)).split("2.00 GiB")[0]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +229,13 @@ def test_mistakes_end_with_status_2(
     activated = [*frozen, "train.lora.activated=true", "prompt.after_passages={question}"]
     assert cli.main(["check", *recipe(*activated)]) == 2
     assert "acts from the query's first words on" in capsys.readouterr().err
-    for flags in (["--samples", "-1"], ["--gpu-gib", "0"], ["--sharding", "zero9"]):
+    for flag, value, said in (
+        ("--samples", "-1", "expected at least 0, got -1"),
+        ("--gpu-gib", "0", "expected a finite number above 0"),
+        ("--gpu-gib", "inf", "expected a finite number above 0"),
+        ("--gpu-gib", "nan", "expected a finite number above 0"),
+        ("--sharding", "zero9", "invalid choice"),
+    ):
         with pytest.raises(SystemExit, match="2"):
-            cli.main(["check", *recipe(), *flags])
+            cli.main(["check", *recipe(), flag, value])
+        assert said in capsys.readouterr().err

@@ -1,8 +1,10 @@
 """`coinrag export` through the command line, with a tiny model."""
 
 import json
+import os
 import runpy
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from eval import retriever
 from launch import cli, export, verification
 from launch.verification import READER, compare_answers
 from launch.whole_texts import Reference
+from recipes.errors import UserError
 from recipes.resolve import resolve
 
 Recipe = Callable[..., list[str]]
@@ -114,6 +117,45 @@ def test_nothing_has_the_name_before_it_is_verified(run, capsys, tmp_path, monke
     assert not list(tmp_path.glob(".writing-*"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_clears_up(run, capsys, tmp_path, monkeypatch, number) -> None:
+    run()
+    out, reader = tmp_path / "out", tmp_path / "reader.py"
+    # A reader that never ends has the export stopped once it runs.
+    reader.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid()))\n"
+        f"os.kill(os.getppid(), {int(number)})\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(verification, "READER", reader)
+    before = signal.getsignal(number)
+    words = ["export", str(tmp_path / "run"), str(out), "--questions", "0", "--json"]
+    assert cli.main(words) == 130
+    assert told(capsys)["status"] == 130
+    assert signal.getsignal(number) == before
+    assert not out.exists()
+    assert not list(tmp_path.glob(".writing-*"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_store_that_fails_leaves_the_export(
+    run, capsys, tmp_path, monkeypatch, reader_here
+) -> None:
+    def failing(**_: object) -> None:
+        raise UserError("no room for the store")
+
+    assert cli.main(["build", *run()]) == 0
+    monkeypatch.setattr("launch.cache.build", failing)
+    out, store = tmp_path / "out", tmp_path / "exported_store"
+    words = ["export", str(tmp_path / "run"), str(out), "--questions", "0", "--json"]
+    assert cli.main([*words, "--build-store", str(store)]) == 2
+    said = f"no room for the store; the export {out} is complete, its store is not"
+    assert told(capsys)["error"] == said
+    assert (out / "verification.json").is_file()
+
+
 def test_what_cannot_be_exported_is_told(run, capsys, tmp_path, monkeypatch) -> None:
     run()
     folder, out = tmp_path / "run", tmp_path / "out"
@@ -131,6 +173,13 @@ def test_what_cannot_be_exported_is_told(run, capsys, tmp_path, monkeypatch) -> 
     assert f"there is something at {folder}" in refused(target=folder)
     assert "there is something at" in refused(target=folder / "recipe.yaml")
     assert "OUT: " in (said := refused(target=folder / "recipe.yaml" / "out"))
+    assert "recipe.yaml is not a folder that can be written to" in said
+    (folder / "state").mkdir()
+    assert f"OUT: {folder}/state/out lies in {folder}/state" in refused(
+        target=folder / "state" / "out"
+    )
+    recipe_file = folder / "recipe.yaml"
+    assert "--build-store: " in (said := refused("--build-store", str(recipe_file)))
     assert "recipe.yaml is not a folder that can be written to" in said
     assert "has no adapter (train.tuning=full)" in refused("--form", "adapter")
     assert "--questions 0 leaves answers" in refused()

@@ -98,6 +98,13 @@ def test_passes_keep_to_their_tokens_and_lose_nothing(
     assert sum(tokens[index] for index in longest) == most
 
 
+def test_a_budget_below_one_sample_gives_each_a_pass_and_no_filler() -> None:
+    order = BatchOrder([5, 9, 7, 3], 4, 4, ranks=1, seed=0, micro_batch_tokens=1)
+    passes = order.micro_batches(0, 0)
+    assert all(one.counts for one in passes)
+    assert sorted(one.indices for one in passes) == [[0], [1], [2], [3]]
+
+
 def test_equal_work_where_samples_alone_would_pile_it_up() -> None:
     tokens = [100, 90, 80, 70, 10, 10, 10, 10] * 8
     by_samples = BatchOrder(tokens, 8, 2, 2, 0)

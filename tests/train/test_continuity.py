@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from launch.training import run_training
 from recipes.errors import UserError
 from recipes.resolve import resolve
 from train import checkpoint, loop, recorder, run_folder, tensor_files, trainer
+from train.history import outcome
 from train.stopping import stop_signals
 from train.tensor_files import DamagedError, TensorFiles, write_tensors
 from train.trainer import train
@@ -95,13 +97,11 @@ def states(workplace, name):
 
 
 def unfinished_copy(workplace, name, copy):
-    """A finished run as it was before its end, under another name."""
+    """A finished run as it was before its end, moved to another folder."""
     folder = workplace.folder / copy
     shutil.copytree(workplace.folder / name, folder)
     for finished in ("checkpoint", "adapter"):
         shutil.rmtree(folder / finished)
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(f"/{name}", f"/{copy}"))
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +198,51 @@ def test_damaged_states_are_passed_over_by_name(workplace, whole, caplog) -> Non
         file.seek(-5, os.SEEK_END)
         file.write(b"\x7f")
     (state / "step-00000009").mkdir()
-    with caplog.at_level(logging.INFO, "train"):
+    with caplog.at_level(logging.INFO, "train"), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*optimizer.step")
         run_here(workplace, name, *DROPOUT, RESUME)
+    assert "with the weights of step 6, is in" in caplog.text
     assert "step-00000009: complete.json, which is written last, cannot be read" in caplog.text
     assert "step-00000008: tensors-00001.safetensors: " in caplog.text
     assert "goes on after step 6" in caplog.text
     assert_same_run(workplace, name, whole)
     kept = [name for name in states(workplace, "damaged") if name.startswith("step-")]
     assert kept == ["step-00000006", "step-00000008"]
+
+
+def test_a_run_whose_states_are_all_damaged_does_not_begin_again(workplace, whole) -> None:
+    unfinished_copy(workplace, whole, "lost")
+    folder = workplace.folder / "lost"
+    for state in (folder / "state").glob("step-*"):
+        (state / "complete.json").unlink()
+    metrics = workplace.metrics("lost")
+    with pytest.raises(UserError) as raised:
+        run_here(workplace, "lost", *DROPOUT, RESUME)
+    for part in (
+        "step-00000006: complete",
+        "step-00000008: complete",
+        f"delete {folder / 'state'}",
+    ):
+        assert part in str(raised.value)
+    assert workplace.metrics("lost") == metrics
+
+
+def test_folders_that_are_no_place_for_a_run_are_refused(workplace, short) -> None:
+    run = workplace.folder / short
+    for name in (f"{short}/checkpoint", f"{short}/state/deeper/run"):
+        with pytest.raises(UserError, match=rf"train.run_folder: .*{short} has written"):
+            run_here(workplace, name, *SHORT)
+    with pytest.raises(UserError, match=r"train.run_folder /proc/\S+ cannot be made"):
+        run_here(workplace, "/proc/run", *SHORT)
+    exported = workplace.folder / "exported"
+    shutil.copytree(run / "checkpoint", exported)
+    for name in ("recipe.yaml", "origins.json"):
+        shutil.copy(run / name, exported)
+    (exported / "serving.json").write_text("{}")
+    with pytest.raises(UserError, match=r"run_folder \S+ is an export"):
+        run_here(workplace, "exported", *SHORT, RESUME)
+    with pytest.raises(UserError, match=r"train.init_from: \S+ is an export"):
+        run_here(workplace, "none", *SHORT, f"train.init_from={exported}")
 
 
 @settings(max_examples=60, deadline=None)
@@ -261,7 +298,7 @@ def test_a_signal_at_any_moment_ends_well(
     assert seen
     assert "asked to stop" in capfd.readouterr().err
     folder = workplace.folder / name
-    assert (folder / "checkpoint").exists() == (steps == 3)
+    assert outcome(folder) == {"finished": steps == 3, "step": steps}
     if steps < 3:
         when = f"after step {steps}" if steps else "before the first step"
         assert f"stopped {when}; train.resume=true goes on" in caplog.text

@@ -19,8 +19,9 @@ from cache_ops.plan import PROMPT, Span, plan_prefix
 from cache_ops.rope import Rope
 from recipes.errors import UserError
 from recipes.resolve import resolve
+from train.history import outcome, read_metrics, read_steps
 from train.model_shape import ModelShape, RowShape
-from train.recorder import Recorder, read_metrics, read_steps
+from train.recorder import Recorder
 from train.throughput import bf16_peak, flops_of, peak_of, used
 from train.trackers import (
     end_trackers,
@@ -76,6 +77,30 @@ def test_a_resumed_run_repeats_no_line(workplace, tmp_path, caplog) -> None:
     assert "step 4: loss 2 is 5.0 times the usual 0.4; questions q1, q2" in caplog.messages
     expected = "step 4: F1 40.0 (the best so far), EM 20.0 over 4 dev questions; 75% of the "
     assert any(message.startswith(expected) for message in caplog.messages)
+
+
+def test_what_cannot_be_read_or_written_is_told(workplace, tmp_path, caplog, monkeypatch) -> None:
+    options = config_of(workplace).config.train
+    recorder = Recorder(tmp_path, options, 0, 3)
+    steps_of(recorder, range(1, 3))
+
+    def full(lines, path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.recorder.draw_curves", full)
+        recorder.close()
+    assert "training.png is not drawn: [Errno 28] No space left" in caplog.text
+    metrics = tmp_path / "metrics.jsonl"
+    recorder._path = Path("/dev/full")
+    with pytest.raises(UserError, match=r"/dev/full cannot be written: .*No space left"):
+        steps_of(recorder, range(3, 4))
+    assert outcome(tmp_path) == {"finished": False, "step": 2}
+    first, second = metrics.read_text().splitlines()
+    for garbage in ("\0garbage", "3", '{"loss": 1.0}'):
+        metrics.write_text(f"{first}\n{garbage}\n{second}\n")
+        with pytest.raises(UserError, match=r"metrics.jsonl, line 2, is not a line of metrics"):
+            Recorder(tmp_path, options, 2, 3)
 
 
 def test_shares_of_a_step() -> None:

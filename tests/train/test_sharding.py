@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from launch.cli import main
 from recipes.errors import UserError
 from recipes.resolve import resolve
-from train.recorder import read_steps
+from train.history import read_steps
 from train.sharding import refuse_unshared
 
 LORA = ("train.tuning=lora", "train.lora.rank=4", "train.learning_rate=1e-2")

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from recipes.exit import is_users
 from train.step import Stepper, answer_loss
 
 DROPOUT = ("train.tuning=lora", "train.lora.rank=2", "train.lora.dropout=0.3", "train.max_steps=2")
@@ -55,9 +56,11 @@ def test_a_step_that_is_not_finite_names_its_questions_and_updates_nothing(
     if what == "loss":
         monkeypatch.setattr("train.step.answer_loss", spoiled_loss)
     monkeypatch.setattr(Stepper, "_update", spoiled)
-    message = r"step 1: .*(nan|inf); questions \S+, \S+"
+    message = r"step 1: .*(nan|inf); questions \S+, .*lower train.learning_rate"
     with pytest.raises(FloatingPointError, match=message) as raised:
         workplace.train_here(f"not_finite_{what}")
+    assert is_users(raised.value)
+    assert "resume" not in str(raised.value)
     # Of four passes of two samples, the one that spoils the loss; of a gradient all may be.
     assert str(raised.value).count("d-") == (2 if what == "loss" else 8)
     # A loss that is not finite is found before anything is applied.

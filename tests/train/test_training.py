@@ -183,6 +183,12 @@ def test_long_samples_lose_nuggets_and_never_the_answer(workplace) -> None:
     assert metrics[0]["packed_tokens"] < full[0]["packed_tokens"]
 
 
+def test_samples_that_lose_every_nugget_are_told(workplace, caplog) -> None:
+    workplace.train_here("emptied", "train.max_length_tokens=40", "train.max_steps=1")
+    assert "have no nugget or chunk left: train.max_length_tokens took all" in caplog.text
+    assert "22 samples, first question d-0, have" in caplog.text
+
+
 def test_wandb_offline_gets_the_metrics_and_no_network(workplace) -> None:
     options = ["train.wandb.project=coinrag-test", "train.max_steps=2"]
     metrics = workplace.train("wandb", *options)

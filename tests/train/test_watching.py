@@ -22,7 +22,7 @@ from recipes.errors import UserError
 from recipes.resolve import resolve
 from recipes.training import EvaluateConfig
 from train import sharding
-from train.recorder import read_steps
+from train.history import read_steps
 from train.step import Stepper
 from train.trainer import train as train_run
 from train.watching import Watch, spike_text
@@ -65,7 +65,7 @@ def test_spikes_do_not_depend_on_a_stop_in_between(losses, at) -> None:
     ("scores", "patience", "best", "ends_after"),
     [
         ([10.0, 20.0, 15.0, 5.0, 30.0], 2, 2, 4),
-        ([10.0, 10.0, 10.0], 2, 1, 3),
+        ([10.0, 10.0, 10.0], 2, 3, 3),
         ([0.0, 1.0, 2.0], 1, 3, None),
         ([3.0, 1.0, 2.0, 4.0, 1.0], None, 4, None),
     ],
@@ -161,7 +161,7 @@ def test_a_run_ends_early_and_leaves_its_best_weights(place) -> None:
     options = ["train.epochs=3", "train.evaluate.every_steps=1", "train.evaluate.patience=2"]
     resolved = resolve(place.arguments("early", *options, "train.micro_batch_samples=8"))
     try:
-        train_run(resolved, scripted({1: 10.0, 2: 30.0, 3: 20.0, 4: 30.0}, kept))
+        train_run(resolved, scripted({1: 10.0, 2: 30.0, 3: 20.0, 4: 29.0}, kept))
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
     run = place.folder / "early"
@@ -169,6 +169,15 @@ def test_a_run_ends_early_and_leaves_its_best_weights(place) -> None:
     left = load_file(run / "checkpoint" / "model.safetensors")
     assert all(torch.equal(weight, kept[2][name]) for name, weight in left.items())
     assert not all(torch.equal(weight, kept[4][name]) for name, weight in left.items())
+
+
+def test_scores_of_zero_are_told(place, caplog) -> None:
+    options = ["train.max_steps=1", "train.evaluate.every_steps=1"]
+    try:
+        train_run(resolve(place.arguments("zeros", *options)), scripted({1: 0.0}, {}))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert "every evaluation found an F1 of 0" in caplog.text
 
 
 def test_spikes_of_a_run_name_the_questions_of_their_step(place, caplog, monkeypatch) -> None:
