@@ -44,6 +44,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cache_ops.attention import Kernel, enable_packed
 from cache_ops.encode import encode_chunk
+from cache_ops.hf import decoder
 from cache_ops.packing import PackedBatch
 from cache_ops.rope import Rope, rotate
 from eval.environment import environment
@@ -104,7 +105,7 @@ def two_pass(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     width = ids_NT.shape[1]
     lengths = torch.tensor([len(segment) for segment in segments])
     encoded = DynamicCache()
-    model.model(
+    decoder(model)(
         input_ids=ids_NT,
         attention_mask=(torch.arange(width) < lengths[:, None]).long(),
         past_key_values=encoded,
@@ -134,7 +135,7 @@ def two_pass(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     positions = pad_sequence(
         list(batch.position_ids[0].split(row_lengths(batch))[len(segments) :]), batch_first=True
     )
-    hidden_BTC = model.model(
+    hidden_BTC = decoder(model)(
         input_ids=pad_sequence(own, batch_first=True),
         attention_mask=torch.cat((prefix_mask, own_mask), 1),
         position_ids=positions,
@@ -173,7 +174,7 @@ def dense(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
         [pad(mask, (0, width - len(mask), 0, width - len(mask))) for mask in masks]
     )
     visible |= torch.eye(width, dtype=torch.bool)
-    hidden_BTC = model.model(
+    hidden_BTC = decoder(model)(
         input_ids=pad_sequence(rows, batch_first=True),
         attention_mask=visible[:, None],
         use_cache=False,
@@ -197,7 +198,7 @@ def plain_rows(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     rows = len(row_lengths(batch))
     width = batch.tokens // rows
     ids = batch.input_ids[0, : rows * width].view(rows, width)
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    hidden = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
     logits = model.lm_head(hidden[batch.answer_rows_A.clamp(max=len(hidden) - 1)])
     return cross_entropy(logits.float(), batch.labels_A)
 

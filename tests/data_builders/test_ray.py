@@ -32,13 +32,13 @@ TABLES = ("chunks.arrow", "samples.arrow")
 # One split on the command line's terms, in small batches, so that there are many.
 DRIVER = """
 import json, logging, sys
+from recipes.logs import set_up_logging
+set_up_logging()
+logging.getLogger("data_builders").setLevel(logging.WARNING)
 from dataclasses import asdict
 from data_builders import build, pipeline, ray_cluster
 from recipes.exit import run
-from recipes.logs import set_up_logging
 from recipes.resolve import resolve
-set_up_logging()
-logging.getLogger("data_builders").setLevel(logging.WARNING)
 pipeline.PASSAGES_A_BATCH["rules"], pipeline.TEXTS_A_BATCH = 6, 16
 def command():
     with ray_cluster.leaving_ray():
