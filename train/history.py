@@ -34,11 +34,6 @@ def _metrics_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return values
 
 
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The logged steps of a run's metrics."""
-    return [line for line in read_metrics(folder) if "loss" in line]
-
-
 def states(folder: Path) -> list[Path]:
     """The states of a run, whole or not, oldest first."""
     return sorted((folder / "state").glob("step-*"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from logged import read_steps
 from transformers import AutoConfig
 
 import train.trackers
@@ -19,7 +20,7 @@ from cache_ops.plan import PROMPT, Span, plan_prefix
 from cache_ops.rope import Rope
 from recipes.errors import UserError
 from recipes.resolve import resolve
-from train.history import outcome, read_metrics, read_steps
+from train.history import outcome, read_metrics
 from train.model_shape import ModelShape, RowShape
 from train.recorder import Recorder
 from train.throughput import bf16_peak, flops_of, peak_of, used

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from logged import read_steps
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from launch.cli import main
 from recipes.errors import UserError
 from recipes.resolve import resolve
-from train.history import read_steps
 from train.sharding import refuse_unshared
 
 LORA = ("train.tuning=lora", "train.lora.rank=4", "train.learning_rate=1e-2")

@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from hypothesis import given
+from logged import read_steps
 from safetensors.torch import load_file
 from small import data_row, write_rows
 
@@ -22,7 +23,6 @@ from recipes.errors import UserError
 from recipes.resolve import resolve
 from recipes.training import EvaluateConfig
 from train import sharding
-from train.history import read_steps
 from train.step import Stepper
 from train.trainer import train as train_run
 from train.watching import Watch, spike_text
