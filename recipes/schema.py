@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from recipes.building import BuildConfig, DataConfig, NuggetsConfig, RaftConfig, RetrievalConfig
+from recipes.context import ContextConfig
 from recipes.evaluation import EvalConfig
 from recipes.section import (
     Positive,
@@ -54,16 +55,6 @@ class PromptConfig(Section):
         if text is not None and "{question}" in text:
             raise mistake("{question} belongs in prompt.after_passages: this part is cached")
         return text
-
-
-class ContextConfig(Section):
-    # Whether answers train the encoding of their chunks: full; detach, not; frozen, chunks are the
-    # base model's keys and values, so that its store serves the fine-tuned model too.
-    gradient: Literal["full", "detach", "frozen"] = "full"
-    # isolated: a nugget is encoded alone and not sliced from its chunk (the paper's ablation).
-    encoding: Literal["contextual", "isolated"] = "contextual"
-    # original: keys keep their chunk positions and are not rotated (the paper's ablation).
-    positions: Literal["contiguous", "original"] = "contiguous"
 
 
 class StoreConfig(Section):

@@ -58,10 +58,21 @@ def test_known_recipes_ship() -> None:
     assert {"quickstart", "smollm2_135m/coinrag", "qwen2_7b/coinrag"} <= set(shipped_recipes())
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.y*ml")), ids=lambda path: path.stem)
-def test_shipped_recipe_parses_by_path_and_by_name(path: Path) -> None:
-    name = path.relative_to(ROOT).with_suffix("").as_posix()
-    assert resolve([str(path)]).config == resolve([name]).config
+# Recipes of `options` are laid over another one, and do not stand alone.
+BASE = "smollm2_135m/systems/coinrag"
+OVERLAYS = [name for name in shipped_recipes() if name.startswith("options/")]
+WHOLE = [name for name in shipped_recipes() if name not in OVERLAYS]
+
+
+def arguments(name: str) -> list[str]:
+    return [BASE, name] if name in OVERLAYS else [name]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipe_parses_by_path_and_by_name(name: str) -> None:
+    *base, _ = arguments(name)
+    path = str(ROOT / f"{name}.yaml")
+    assert resolve([*base, path]).config == resolve(arguments(name)).config
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -76,7 +87,19 @@ def test_shipped_recipe_opens_with_instructions_that_hold(name: str) -> None:
     override = comment[-1].split()
     assert override[1] == "coinrag"
     # The line a reader copies resolves and changes something.
-    assert resolve(override[3:]).config != resolve([name]).config
+    assert resolve(override[3:]).config != resolve(arguments(name)).config
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_changes_its_own_option_and_the_run_folder_alone(name: str) -> None:
+    base, config = (resolve(which).config.model_dump() for which in ([BASE], arguments(name)))
+    runs = {base["train"].pop("run_folder"), config["train"].pop("run_folder")}
+    assert runs <= {base_folder(), f"runs/{name}"}
+    assert base != config
+
+
+def base_folder() -> str:
+    return resolve([BASE]).config.train.run_folder
 
 
 def test_qwen2_7b_has_the_settings_of_the_paper() -> None:
@@ -92,6 +115,6 @@ def test_qwen2_7b_has_the_settings_of_the_paper() -> None:
 
 
 def test_run_folders_and_names_differ() -> None:
-    configs = [resolve([name]).config for name in shipped_recipes()]
+    configs = [resolve([name]).config for name in WHOLE]
     assert len({config.train.run_folder for config in configs}) == len(configs)
     assert len({config.name for config in configs}) == len(configs)
