@@ -6,8 +6,9 @@ flash kernel for all segments and one for all examples (see `cache_ops.varlen`).
 The functions see queries and keys after RoPE at the row's own positions. Segments attend causally
 inside themselves. Each example's own tokens attend to its sliced prefix, whose keys are rotated to
 their new positions, and to themselves; visibility there is decided by positions alone. The prefix
-is gathered from the segments, or comes with the layout. The model's code is not touched, and
-nothing passes through a cache, so gradient checkpointing is safe.
+is gathered from the segments, or comes with the layout, and a contextualizer corrects it if the
+model's call names one. The model's code is not touched, and nothing passes through a cache, so
+gradient checkpointing is safe.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from cache_ops.packing import PackedLayout
+from cache_ops.contextualizer import Contextualizer
+from cache_ops.packing import Means, PackedLayout
 from cache_ops.rope import rotate
 from cache_ops.varlen import causal_attention
 
@@ -47,6 +49,7 @@ def packed_attention(
     *,
     scaling: float,
     packed: PackedLayout | None = None,
+    contextualizer: Contextualizer | None = None,
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -61,7 +64,7 @@ def packed_attention(
     queries = _split_tokens(query_1QTD, lengths)
     keys = _split_tokens(key_1HTD, lengths)
     values = _split_tokens(value_1HTD, lengths)
-    prefix_keys, prefix_values = _prefixes(module, key_1HTD, value_1HTD, packed)
+    prefix_keys, prefix_values = _prefixes(module, key_1HTD, value_1HTD, packed, contextualizer)
     for number in range(len(packed.own_lengths)):
         own = segments + number
         keys[own] = torch.cat((prefix_keys[number], keys[own]), dim=2)
@@ -79,6 +82,7 @@ def packed_varlen_attention(
     *,
     scaling: float,
     packed: PackedLayout | None = None,
+    contextualizer: Contextualizer | None = None,
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -93,7 +97,7 @@ def packed_varlen_attention(
     packed = _checked(packed, attention_mask)
     if dropout:
         raise ValueError("varlen attention has no dropout")
-    prefix_keys, prefix_values = _prefixes(module, key_1HTD, value_1HTD, packed)
+    prefix_keys, prefix_values = _prefixes(module, key_1HTD, value_1HTD, packed, contextualizer)
     # RoPE leaves fp32 under autocast, which does not reach into the kernel.
     device = query_1QTD.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -152,24 +156,49 @@ def _checked(packed: PackedLayout | None, attention_mask: Tensor | None) -> Pack
 
 
 def _prefixes(
-    module: nn.Module, key_1HTD: Tensor, value_1HTD: Tensor, packed: PackedLayout
+    module: nn.Module,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    packed: PackedLayout,
+    contextualizer: Contextualizer | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each example's sliced keys, at their new positions, and values: 1HPD."""
+    layer: Any = module.layer_idx
     if packed.prefix_rows_P is not None:
+        if packed.means is not None:
+            key_1HTD, value_1HTD = _with_means(key_1HTD, value_1HTD, packed.means)
         prefix_key_1HPD = key_1HTD.index_select(2, packed.prefix_rows_P)
         prefix_value_1HPD = value_1HTD.index_select(2, packed.prefix_rows_P)
     else:
         assert packed.prefix_kv_PL2HD is not None, "prefixes are segments' rows or from outside"
-        layer: Any = module.layer_idx
         kv_2HPD = packed.prefix_kv_PL2HD[:, layer].permute(1, 2, 0, 3).to(key_1HTD.dtype)
         prefix_key_1HPD, prefix_value_1HPD = kv_2HPD.split(1)
     if packed.detach_context:
         prefix_key_1HPD, prefix_value_1HPD = prefix_key_1HPD.detach(), prefix_value_1HPD.detach()
     prefix_key_1HPD = rotate(prefix_key_1HPD, packed.cosine_PD, packed.sine_PD)
+    if contextualizer is not None:
+        prefix_key_1HPD, prefix_value_1HPD = contextualizer(
+            layer, prefix_key_1HPD, prefix_value_1HPD, packed.prefix_lengths
+        )
     return (
         _split_tokens(prefix_key_1HPD, packed.prefix_lengths),
         _split_tokens(prefix_value_1HPD, packed.prefix_lengths),
     )
+
+
+def _with_means(key_1HTD: Tensor, value_1HTD: Tensor, means: Means) -> tuple[Tensor, Tensor]:
+    """The row's keys and values behind the means of some segments, whose keys are at position 0."""
+    keys_1HKD, values_1HKD = (
+        states.index_select(2, means.rows_K).float() for states in (key_1HTD, value_1HTD)
+    )
+    keys_1HKD = rotate(keys_1HKD, means.cosine_KD, means.sine_KD)
+
+    def before(row_1HTD: Tensor, averaged_1HKD: Tensor) -> Tensor:
+        pieces = averaged_1HKD.split(means.lengths, dim=2)
+        means_1HMD = [piece.mean(dim=2, keepdim=True).to(row_1HTD.dtype) for piece in pieces]
+        return torch.cat((*means_1HMD, row_1HTD), dim=2)
+
+    return before(key_1HTD, keys_1HKD), before(value_1HTD, values_1HKD)
 
 
 def _one_by_one(

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from cache_ops.assemble import Rotation
+from cache_ops.contextualizer import Contextualizer
 from cache_ops.parallel import ParallelAttention, attend_in_parallel
 from cache_ops.plan import PrefixPlan
 from cache_ops.rope import Rope
@@ -37,7 +38,8 @@ class RequestCache:
     Attributes:
         prefix_tokens: tokens of the prefix.
         parallel: how attention to the prefix's chunks is reweighted, if there are any and it is.
-        rotate_seconds, copy_seconds: what laying the prefix has taken so far; on CUDA, queueing it.
+        rotate_seconds, copy_seconds, contextualize_seconds: what laying the prefix has taken so
+            far; on CUDA, queueing it.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class RequestCache:
         room: int,
         first_positions: Sequence[int] = (),
         parallel: ParallelAttention | None = None,
+        contextualizer: Contextualizer | None = None,
     ) -> None:
         """Prepares a cache; nothing is copied on a CPU until a layer asks.
 
@@ -61,11 +64,13 @@ class RequestCache:
             first_positions: ascending positions of the first of them, which may lie between the
                 prefix's; the others follow without gaps, right after the prefix if it is empty.
             parallel: how computed tokens, which all follow the prefix, attend to its chunks.
+            contextualizer: corrects the prefix; None: it stays as it is.
         """
         if parallel is not None and first_positions:
             assert first_positions[0] >= plan.length, "all chunks lie before what is computed"
         assert (0 if kv_TL2HD is None else len(kv_TL2HD)) == plan.tokens, "plan and tokens differ"
-        self.rotate_seconds = self.copy_seconds = 0.0
+        self.rotate_seconds = self.copy_seconds = self.contextualize_seconds = 0.0
+        self._contextualizer = contextualizer
         self._prefix_TL2HD = kv_TL2HD
         self._rotation = None
         if kv_TL2HD is not None:
@@ -83,12 +88,18 @@ class RequestCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._laid: dict[int, torch.cuda.Event] = {}
 
+    @property
+    def lay_seconds(self) -> float:
+        """All that laying the prefix has taken so far."""
+        return self.rotate_seconds + self.copy_seconds + self.contextualize_seconds
+
     def lay_ahead(self, dtype: torch.dtype, stream: "torch.cuda.Stream") -> None:
         """Queues all layers on another CUDA stream; each layer's attention waits for its own."""
         assert self._prefix_TL2HD is not None, "an empty prefix has nothing to lay"
         consumer = torch.cuda.current_stream()
         stream.wait_stream(consumer)
-        with torch.cuda.stream(stream):
+        # Outside of inference mode, so that passes outside of it can write to what is laid.
+        with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
             _, layers, _, heads, dimensions = self._prefix_TL2HD.shape
             like = self._prefix_TL2HD.new_empty((1, heads, 0, dimensions), dtype=dtype)
             for layer in range(layers):
@@ -154,7 +165,14 @@ class RequestCache:
             rotated = time.perf_counter()
             values_1HCD[0, :, :prefix] = self._prefix_TL2HD[:, layer, 1].transpose(0, 1)
             self.rotate_seconds += rotated - start
-            self.copy_seconds += time.perf_counter() - rotated
+            copied = time.perf_counter()
+            self.copy_seconds += copied - rotated
+            if self._contextualizer is not None:
+                prefix_1HPD = keys_1HCD[:, :, :prefix], values_1HCD[:, :, :prefix]
+                corrected_1HPD = self._contextualizer(layer, *prefix_1HPD, (prefix,))
+                for laid_1HPD, states_1HPD in zip(prefix_1HPD, corrected_1HPD, strict=True):
+                    laid_1HPD.copy_(states_1HPD)
+                self.contextualize_seconds += time.perf_counter() - copied
         return keys_1HCD, values_1HCD
 
 

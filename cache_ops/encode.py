@@ -11,6 +11,9 @@ from transformers import DynamicCache, PreTrainedModel
 from cache_ops.attention import PACKED, PACKED_VARLEN
 from cache_ops.cached import CACHED
 from cache_ops.hf import decoder
+from cache_ops.means import with_mean
+from cache_ops.plan import MEAN_TOKEN
+from cache_ops.rope import Rope
 
 
 @torch.no_grad()
@@ -32,12 +35,15 @@ def encode_chunk(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     Args:
         model: a supported causal LM. One that was made to take packed batches or requests over
             cached prefixes attends in the ordinary way (sdpa) meanwhile.
-        token_ids: the chunk's tokens, or those of the static prompt; at least one.
+        token_ids: the chunk's tokens, or those of the static prompt; at least one. A `MEAN_TOKEN`
+            behind them asks for the record of their mean.
 
     Returns:
         kv_TL2HD: token-major keys (index 0, after RoPE at chunk positions) and values (index 1),
         in the model's dtype and on its device: one nugget is one contiguous range.
     """
+    if token_ids[-1] == MEAN_TOKEN:
+        return with_mean(encode_chunk(model, token_ids[:-1]), Rope.from_config(model.config))
     return _encode(model, torch.tensor([list(token_ids)], device=model.device))[0]
 
 
@@ -56,16 +62,39 @@ def _encode(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
     return torch.stack(layers, dim=2)
 
 
-def encode_chunk_by_base(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
-    """Encodes a chunk by the base weights of a model whose peft adapter is being trained.
+@torch.no_grad()
+def span_means(
+    model: PreTrainedModel, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> Tensor:
+    """What a chunk that is encoded alone says of each of its spans: the mean last hidden state.
 
-    Bit by bit what `encode_chunk` gives with the base model: adapter, dropout and gradient
+    Args:
+        model: as for `encode_chunk`.
+        token_ids: the chunk's tokens.
+        spans: half-open token ranges in it, at least one.
+
+    Returns:
+        means_NE: fp32, one row a span, on the model's device. The hidden states are those behind
+        the last norm.
+    """
+    ids_BT = torch.tensor([list(token_ids)], device=model.device)
+    with _ordinary_attention(model):
+        hidden_TE = decoder(model)(input_ids=ids_BT, use_cache=False).last_hidden_state[0].float()
+    return torch.stack([hidden_TE[start:end].mean(0) for start, end in spans])
+
+
+def encode_chunk_by_base(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
+    """Encodes a chunk by the weights that stay while an adapter or soft tokens are being trained.
+
+    Bit by bit what `encode_chunk` gives with the base model: adapter of peft, dropout and gradient
     checkpointing are off, and on again afterwards.
     """
     adapted: Any = model
     training = model.training
     model.eval()
     try:
+        if not hasattr(model, "disable_adapter"):
+            return encode_chunk(model, token_ids)
         with adapted.disable_adapter():
             return encode_chunk(adapted.get_base_model(), token_ids)
     finally:

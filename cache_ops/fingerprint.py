@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from cache_ops.contextualizer import CONTEXTUALIZER
 from cache_ops.hf import UnsupportedModelError, decoder
 from cache_ops.records import StoreDtype
 from cache_ops.rope import Rope
@@ -194,8 +195,9 @@ def _named_tensors(module: nn.Module, base: bool) -> Iterator[tuple[str, Tensor]
             scaling = getattr(layer, "scaling", {}).get(adapter, 1.0)
             yield f"{path}.scaling.{at}", torch.tensor(float(scaling), dtype=torch.float64)
     for name, tensor in module.state_dict().items():
-        # No chunk holds a link token, and beside them the vocabulary is what it was.
-        if name.endswith(".links_ND"):
+        # No chunk holds a soft token, and beside them the vocabulary is what it was. What corrects
+        # a prefix encodes no chunk.
+        if name.endswith(".soft_ND") or name.startswith(f"{CONTEXTUALIZER}."):
             continue
         name = name.replace("embed_tokens.vocabulary.", "embed_tokens.")
         owner = max((path for path in wrapped if name.startswith(f"{path}.")), key=len, default="")

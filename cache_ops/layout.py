@@ -72,6 +72,33 @@ def whole_chunks(
     return Layout(PrefixPlan(tuple(slices)))
 
 
+def wrapped(plan: PrefixPlan, before_ids: Sequence[int], after_ids: Sequence[int]) -> Layout:
+    """Soft tokens around every slice but the prompt's: the idea of KV Packet (Chen et al., 2026).
+
+    The same ones for every slice, as what is learned must hold for any chunk at any place. The
+    paper encodes them with each document; here they are computed online: slices do not see them and
+    stay as cached, while they see everything before them, and the query sees all.
+
+    Args:
+        plan: slices that follow each other without gaps.
+        before_ids, after_ids: soft tokens; see `cache_ops.soft_tokens`.
+    """
+    slices: list[Slice] = []
+    ids: list[int] = []
+    positions: list[int] = []
+    position = 0
+    for piece in plan.slices:
+        around = ([], []) if piece.chunk == PROMPT else (before_ids, after_ids)
+        for place, soft_ids in enumerate(around):
+            if place:
+                slices.append(Slice(piece.chunk, piece.start, piece.end, position))
+                position += piece.end - piece.start
+            ids += soft_ids
+            positions += range(position, position + len(soft_ids))
+            position += len(soft_ids)
+    return Layout(PrefixPlan(tuple(slices)), tuple(ids), tuple(positions))
+
+
 def linked_chunks(
     chunks: Sequence[tuple[str, int]], prompt_length: int, link_ids: Sequence[Sequence[int]]
 ) -> Layout:
@@ -82,7 +109,7 @@ def linked_chunks(
     Args:
         chunks: key and number of tokens of each, best first.
         prompt_length: tokens of the static prompt; 0 leaves it out.
-        link_ids: for each chunk the ids of its link tokens; see `cache_ops.links`.
+        link_ids: for each chunk the ids of its link tokens; see `cache_ops.soft_tokens`.
     """
     slices = [Slice(PROMPT, 0, prompt_length, 0)] if prompt_length else []
     ids: list[int] = []

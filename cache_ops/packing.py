@@ -17,8 +17,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from cache_ops.contextualizer import Contextualizer
 from cache_ops.layout import Layout
-from cache_ops.plan import PrefixPlan
+from cache_ops.plan import MEAN_TOKEN, PrefixPlan
 from cache_ops.rope import Rope
 
 
@@ -50,6 +51,23 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Means:
+    """Of which segments the means of keys and values are sliced too; see `cache_ops.means`."""
+
+    lengths: tuple[int, ...]
+    rows_K: Tensor
+    """Rows of these segments, one after the other."""
+    cosine_KD: Tensor
+    sine_KD: Tensor
+    """The rotation of each of their keys back to position 0, fp32."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same with its tensors on `device`."""
+        tensors = ("rows_K", "cosine_KD", "sine_KD")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """What the attention must know of a packed row; passed to the model as `packed=`."""
 
@@ -57,7 +75,10 @@ class PackedLayout:
     own_lengths: tuple[int, ...]
     prefix_lengths: tuple[int, ...]
     prefix_rows_P: Tensor | None
-    """Rows of the sliced prefix tokens, all examples one after the other, if they are segments'."""
+    """Rows of the sliced prefix tokens, all examples one after the other, if they are segments'.
+
+    Where there are `means`, each of these counts as a row before the others.
+    """
     prefix_kv_PL2HD: Tensor | None
     """Otherwise their keys, at chunk positions, and values: constants from outside the row."""
     cosine_PD: Tensor
@@ -70,6 +91,7 @@ class PackedLayout:
     prefix and own tokens up to i."""
     detach_context: bool
     """No gradient flows from an answer into the encoding of its prefix."""
+    means: Means | None = None
     segment_bounds_N: Tensor = field(init=False)
     own_bounds_N: Tensor = field(init=False)
     key_bounds_N: Tensor = field(init=False)
@@ -95,6 +117,7 @@ class PackedLayout:
             cosine_PD=self.cosine_PD.to(device),
             sine_PD=self.sine_PD.to(device),
             visible=tuple(mask.to(device) for mask in self.visible),
+            means=None if self.means is None else self.means.to(device),
         )
 
 
@@ -123,14 +146,19 @@ class PackedBatch:
         moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
         return type(self)(**moved)
 
-    def model_inputs(self) -> dict[str, object]:
-        """Keyword arguments of a causal LM's forward; its logits come as [1, A, vocabulary]."""
+    def model_inputs(self, contextualizer: Contextualizer | None = None) -> dict[str, object]:
+        """Keyword arguments of a causal LM's forward; its logits come as [1, A, vocabulary].
+
+        `contextualizer` is the model's, if it has one.
+        """
+        correction = {} if contextualizer is None else {"contextualizer": contextualizer}
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "packed": self.layout,
             "logits_to_keep": self.answer_rows_A,
             "use_cache": False,
+            **correction,
         }
 
 
@@ -158,19 +186,41 @@ def pack(
     for chunk, length in lengths.items():
         first_row[chunk] = len(segment_ids)
         segment_ids.extend(chunk_ids[chunk][:length])
+    pieces = [piece for example in examples for piece in example.plan.slices]
     prefix_rows = [
-        torch.arange(piece.start, piece.end) + first_row[piece.chunk]
-        for example in examples
-        for piece in example.plan.slices
+        torch.arange(piece.start, piece.end) + first_row[piece.chunk] for piece in pieces
     ]
+    prefix_rows_P = torch.cat([torch.empty(0, dtype=torch.long), *prefix_rows])
+    means, from_start_P = None, None
+    averaged = {p.chunk: lengths[p.chunk] for p in pieces if p.end > lengths[p.chunk]}
+    if averaged:
+        means = _means(averaged, first_row, rope)
+        prefix_rows_P += len(averaged)
+        # A mean is not yet at the position that follows its chunk's tokens.
+        from_start_P = torch.zeros_like(prefix_rows_P)
+        ends = list(accumulate(piece.end - piece.start for piece in pieces))
+        for piece, end in zip(pieces, ends, strict=True):
+            if piece.end > lengths[piece.chunk]:
+                prefix_rows_P[end - 1] = list(averaged).index(piece.chunk)
+                from_start_P[end - 1] = lengths[piece.chunk]
     return _lay_out(
         examples,
         rope,
         segment_ids,
         tuple(lengths.values()),
-        prefix_rows_P=torch.cat([torch.empty(0, dtype=torch.long), *prefix_rows]),
+        prefix_rows_P=prefix_rows_P,
+        from_start_P=from_start_P,
+        means=means,
         detach_context=detach_context,
     )
+
+
+def _means(lengths: Mapping[str, int], first_row: Mapping[str, int], rope: Rope) -> Means:
+    """What averages the segments of some chunks, given by their tokens."""
+    positions_K = torch.cat([torch.arange(length) for length in lengths.values()])
+    starts = [torch.full((length,), first_row[chunk]) for chunk, length in lengths.items()]
+    tables = rope.tables(-positions_K)
+    return Means(tuple(lengths.values()), positions_K + torch.cat(starts), *tables)
 
 
 def pack_over_prefix(
@@ -205,6 +255,8 @@ def _lay_out(
     segment_lengths: tuple[int, ...],
     *,
     prefix_rows_P: Tensor | None = None,
+    from_start_P: Tensor | None = None,
+    means: Means | None = None,
     prefix_kv_PL2HD: Tensor | None = None,
     detach_context: bool = False,
 ) -> PackedBatch:
@@ -240,7 +292,10 @@ def _lay_out(
         row_ids.extend(own_ids)
         positions.append(own_positions)
 
-    cosine_PD, sine_PD = rope.tables(torch.cat(deltas))
+    deltas_P = torch.cat(deltas)
+    if from_start_P is not None:
+        deltas_P = deltas_P + from_start_P
+    cosine_PD, sine_PD = rope.tables(deltas_P)
     layout = PackedLayout(
         segment_lengths=segment_lengths,
         own_lengths=tuple(mask.shape[0] for mask in visible),
@@ -255,6 +310,7 @@ def _lay_out(
             for mask in visible
         ),
         detach_context=detach_context,
+        means=means,
     )
     return PackedBatch(
         input_ids=torch.tensor([row_ids]),
@@ -275,6 +331,8 @@ def used_tokens(
 ) -> dict[str, int]:
     """For each chunk of the batch, in order of first use, one past its last used token.
 
+    The mean of a chunk uses all of its tokens.
+
     Raises:
         ValueError: a plan beyond its chunk's end.
     """
@@ -286,5 +344,6 @@ def used_tokens(
                     f"slice [{piece.start}, {piece.end}) is beyond the {length} tokens "
                     f"of chunk {piece.chunk!r}"
                 )
-            used[piece.chunk] = max(used.get(piece.chunk, 0), piece.end)
+            end = piece.end - (chunk_ids[piece.chunk][piece.end - 1] == MEAN_TOKEN)
+            used[piece.chunk] = max(used.get(piece.chunk, 0), end)
     return used

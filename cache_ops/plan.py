@@ -5,12 +5,17 @@ Slices follow the prompt without gaps, as in the CoinRAG paper's section on RoPE
 contiguous assembly: slice i starts where slice i-1 ended.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
 PROMPT = "<prompt>"
 """The chunk key of the static prompt, which every prefix starts with."""
+
+MEAN_TOKEN = -1
+"""Behind a chunk's own tokens it stands for their mean (see `cache_ops.means`); no model has it."""
 
 Order = Literal["rank_then_document", "score"]
 Overlap = Literal["merge", "keep"]
@@ -61,6 +66,33 @@ class PrefixPlan:
         return max((piece.position + piece.end - piece.start for piece in self.slices), default=0)
 
 
+@dataclass(frozen=True)
+class Anchors:
+    """What joins a prefix of every chunk that a span is selected from.
+
+    Attributes:
+        prefix_tokens, suffix_tokens: so many of the chunk's first and last tokens.
+        lengths: the tokens of each chunk, without what stands for their mean.
+        mean: the chunk's `MEAN_TOKEN`.
+    """
+
+    prefix_tokens: int
+    suffix_tokens: int
+    lengths: Mapping[str, int]
+    mean: bool = False
+
+
+def anchor_ranges(
+    length: int, prefix_tokens: int, suffix_tokens: int, mean: bool = False
+) -> tuple[range, range]:
+    """A chunk's first tokens, and of its last tokens those that are not among the first.
+
+    With `mean` what stands for the mean of its `length` tokens follows them.
+    """
+    first = min(prefix_tokens, length)
+    return range(first), range(max(first, length - suffix_tokens), length + mean)
+
+
 def plan_prefix(
     spans: Sequence[Span],
     *,
@@ -69,6 +101,7 @@ def plan_prefix(
     order: Order = "rank_then_document",
     overlap: Overlap = "merge",
     positions: Positions = "contiguous",
+    anchors: Anchors | None = None,
 ) -> PrefixPlan:
     """Lays the prompt and the spans side by side.
 
@@ -84,6 +117,8 @@ def plan_prefix(
         positions: `contiguous` lays them end to end after the prompt; `original` leaves each at its
             chunk's positions, so that nothing is rotated and positions may coincide (the paper's
             ablation); the query then follows the last of them.
+        anchors: laid out as spans are, as far as no span covers them. Under `score` a chunk's first
+            tokens stand right before its best span and its last ones right after its worst.
 
     Raises:
         ValueError: a span's chunk is not among `chunk_ranks`, or a choice is unknown.
@@ -98,6 +133,8 @@ def plan_prefix(
     if positions not in ("contiguous", "original"):
         raise ValueError(f"positions is {positions!r}; choose contiguous or original")
 
+    if anchors is not None:
+        spans = anchored(spans, anchors)
     ordered = merge_spans(spans) if overlap == "merge" else list(spans)
     if order == "rank_then_document":
         ordered.sort(key=lambda span: (ranks[span.chunk], span.start, span.end))
@@ -138,6 +175,38 @@ def isolated(
         at = piece.position if positions == "contiguous" else 0
         slices.append(Slice(name, 0, piece.end - piece.start, at))
     return PrefixPlan(tuple(slices)), alone
+
+
+def anchored(spans: Sequence[Span], anchors: Anchors) -> list[Span]:
+    """Spans with the anchors of their chunks around them, cut to what no span covers."""
+    covered: defaultdict[str, set[int]] = defaultdict(set)
+    for span in spans:
+        covered[span.chunk].update(range(span.start, span.end))
+    worst = {span.chunk: at for at, span in enumerate(spans)}
+    best: set[str] = set()
+    joined: list[Span] = []
+    for at, span in enumerate(spans):
+        length = anchors.lengths[span.chunk]
+        first, last = anchor_ranges(
+            length, anchors.prefix_tokens, anchors.suffix_tokens, anchors.mean
+        )
+        if span.chunk not in best:
+            best.add(span.chunk)
+            joined += _uncovered(span.chunk, first, covered[span.chunk])
+        joined.append(span)
+        if worst[span.chunk] == at:
+            joined += _uncovered(span.chunk, last, covered[span.chunk])
+    return joined
+
+
+def _uncovered(chunk: str, tokens: range, covered: AbstractSet[int]) -> Iterator[Span]:
+    """The runs of tokens that are not among the covered ones."""
+    start = tokens.start
+    for token in [*tokens, tokens.stop]:
+        if token == tokens.stop or token in covered:
+            if start < token:
+                yield Span(chunk, start, token)
+            start = token + 1
 
 
 def merge_spans(spans: Sequence[Span]) -> list[Span]:

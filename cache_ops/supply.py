@@ -122,6 +122,11 @@ class Supply(Closing):
         self._lock = Lock()
         self._free: list[Tensor] = []
 
+    @property
+    def computes(self) -> bool:
+        """Whether a model computes what is neither in memory nor on disk."""
+        return self._encode is not None
+
     def close(self) -> None:
         """Closes the reader and its store, once all that was started has been released."""
         if self._reader is not None:

@@ -40,6 +40,9 @@ from data_builders.ray_cluster import leaving_ray
 from data_builders.readers import read_corpus, read_questions
 from data_builders.records import Question
 from data_builders.report import render_report
+from data_builders.scorers import used_cross_encoder
+from data_builders.scorers.cross_encoder import check_cross_encoder
+from data_builders.scorers.hidden_ffn import load_ffn
 from data_builders.tables import Tables, load_tables
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -92,11 +95,13 @@ def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
     log.info("build of %s: miss, building %s", split, folder)
     # What cannot work is told now, and not when hours of building are done.
     load_config(config.model.path)
+    if config.retrieval.nugget_scorer == "hidden_ffn":
+        load_ffn(config)
     if config.build.executor == "local":
         _check_devices(config)
     with (
         _locked(partial),
-        _told_about(config, partial),
+        told_about_assets(config, partial),
         Intake(partial / "intake.sqlite") as intake,
     ):
         try:
@@ -118,8 +123,8 @@ def build(config: Recipe, split: Split, *, retry_failed: bool = False) -> Built:
             folder.rename(replaced)
         final.rename(folder)
         shutil.rmtree(partial)
-    log.info("built %s\n%s\n%s", folder, render_report(report), render_made(pipeline.made))
-    return Built(folder, pipeline.made)
+    log.info("built %s\n%s\n%s", folder, render_report(report), render_made(pipeline.assets.made))
+    return Built(folder, pipeline.assets.made)
 
 
 def built_folder(config: Recipe, split: Split) -> Path:
@@ -190,6 +195,8 @@ def read_batches(config: Recipe, files: Sequence[Path]) -> BatchReport:
 
 def _check_devices(config: Recipe) -> None:
     check_device(config.retrieval.device, "retrieval.device")
+    if (cross_encoder := used_cross_encoder(config.retrieval)) is not None:
+        check_cross_encoder(cross_encoder)
     if config.nuggets.extractor == "local_model" and config.nuggets.local_model is not None:
         check_device(config.nuggets.local_model.device, "nuggets.local_model.device")
 
@@ -218,8 +225,16 @@ def _is_built(folder: Path) -> bool:
 
 
 @contextmanager
-def _told_about(config: Recipe, partial: Path) -> Iterator[None]:
-    """A full or read-only disk and a damaged file are the user's to mend."""
+def told_about_assets(config: Recipe, partial: Path | None = None) -> Iterator[None]:
+    """A full or read-only disk and a damaged file are the user's to mend.
+
+    Args:
+        config: the recipe whose assets are read and made.
+        partial: the folder of a build under way.
+
+    Raises:
+        UserError: in place of what the system or SQLite raises.
+    """
     try:
         yield
     except (sqlite3.OperationalError, OSError) as error:
@@ -231,7 +246,8 @@ def _told_about(config: Recipe, partial: Path) -> Iterator[None]:
         raise
     except sqlite3.DatabaseError as error:
         # SQLite does not say in which file.
-        files = [*partial.glob("*.sqlite"), *assets_folder(config).glob("*.sqlite")]
+        folders = [assets_folder(config), *([partial] if partial else [])]
+        files = [file for folder in folders for file in folder.glob("*.sqlite")]
         damaged = ", ".join(str(file) for file in files if is_damaged(file))
         if damaged:
             raise UserError(f"{damaged}: {error}; delete it, what it held is made again") from error

@@ -22,8 +22,10 @@ from data_builders.retrieval import (
     scores,
     top,
 )
+from data_builders.scorers import NuggetScorer
+from data_builders.scorers.cross_encoder import CrossEncoder
 from data_builders.tables import Chunk
-from recipes.building import RetrievalConfig
+from recipes.retrieval import RetrievalConfig
 
 VECTORS_FILE = "vectors.npy"
 LEXICAL_FOLDER = "bm25"
@@ -70,28 +72,50 @@ class Scored(NamedTuple):
 
 
 def score_nuggets(
-    query: Encoded,
+    question: str,
     chunks: Sequence[Chunk],
     chunk_scores: Sequence[float],
-    encoded: Encoder,
+    scorer: NuggetScorer,
     config: RetrievalConfig,
 ) -> Scored:
     """Scores the nuggets of retrieved chunks; one-stage selection ranks the chunks by them.
 
     Args:
-        query: what the encoder knows of the question.
+        question: its text.
         chunks: in rank order; with one-stage selection all candidates.
         chunk_scores: a score for each of them; with one-stage selection the best nugget's counts.
-        encoded: what it knows of the nuggets.
+        scorer: scores a nugget for the question.
         config: with one-stage selection only the chunks of the top `k` nuggets are kept.
     """
     kept, kept_scores = list(chunks), list(chunk_scores)
-    rows = [scores(query, encoded(chunk.nugget_texts), config.weights) for chunk in chunks]
+    rows = scorer(question, chunks)
     if config.selection == "one_stage":
         best = one_stage_chunks(rows, config.k)
         kept, rows = [kept[index] for index in best], [rows[index] for index in best]
         kept_scores = [max(row) for row in rows]
     return Scored(kept, kept_scores, rows)
+
+
+def rerank(
+    question: str, chunks: Sequence[Chunk], cross_encoder: CrossEncoder, count: int
+) -> tuple[list[Chunk], list[float]]:
+    """The `count` chunks that the cross-encoder puts first, best first, and their scores.
+
+    Args:
+        question: its text.
+        chunks: in the order in which they were found, which ties keep.
+        cross_encoder: scores a chunk's text for the question.
+        count: how many at most.
+    """
+    rows = cross_encoder([(question, [chunk.text]) for chunk in chunks])
+    found = [score for (score,) in rows]
+    best = top(found, count)
+    return [chunks[at] for at in best], [found[at] for at in best]
+
+
+def chunks_to_find(config: RetrievalConfig) -> int:
+    """How many chunks retrieval brings with two-stage selection: k_c, or more to rerank."""
+    return config.rerank_chunks or config.k_c
 
 
 @dataclass(frozen=True)
@@ -103,7 +127,7 @@ class Contexts:
     config: RetrievalConfig
 
     def retrieve(self, asked: Sequence[Asked]) -> list[Found]:
-        """The top k_c chunks of each question; all of them, unranked, for one-stage selection."""
+        """The top `chunks_to_find` of each question; all, unranked, for one-stage selection."""
         return [self._retrieve(question) for question in asked]
 
     def _retrieve(self, question: Asked) -> Found:
@@ -113,10 +137,10 @@ class Contexts:
         texts = [chunk.text for chunk in self.chunks.at(rows)]
         found = scores(question.query, self.encoded(texts), config.weights)
         if not config.bm25:
-            best = top(found, config.k_c)
+            best = top(found, chunks_to_find(config))
             return Found([rows[at] for at in best], [found[at] for at in best])
         lexical = bm25.rank(bm25.index_texts(texts), question.text, len(texts))
-        fused = fuse([top(found, len(texts)), lexical], config.k_c)
+        fused = fuse([top(found, len(texts)), lexical], chunks_to_find(config))
         return Found([rows[at] for at, _ in fused], [score for _, score in fused])
 
 
@@ -172,9 +196,9 @@ class Corpus:
             yield np.stack([row.dense for row in self._encoded(texts)])
 
     def retrieve(self, asked: Sequence[Asked]) -> list[Found]:
-        """The top k_c chunks of each question, or, unranked, those of its top k nuggets."""
+        """The top `chunks_to_find` of each question, or, unranked, those of its top k nuggets."""
         config = self._config
-        wanted = config.k if self._one_stage else config.k_c
+        wanted = config.k if self._one_stage else chunks_to_find(config)
         second_look = bool(config.bm25 or config.weights.sparse or config.weights.colbert)
         reach = max(wanted, FUSION_DEPTH) if second_look else wanted
         excluded = [self._excluded(question.excluded) for question in asked]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from data_builders.encoded import Encoded, Encoder, unit_rows
 from data_builders.models import check_device, folder_identity, model_folder
-from recipes.building import RetrievalConfig
 from recipes.errors import UserError
+from recipes.retrieval import RetrievalConfig
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def load_encoder(config: RetrievalConfig, threads: int | None) -> Encoder:
         if not texts:
             return []
         _count_truncated(seen, model.tokenizer, texts, limit)
-        with _threads(threads), _without_progress_bars():
+        with torch_threads(threads), without_progress_bars():
             found = model.encode(
                 list(texts), batch_size=batch_size(config), max_length=limit, **wanted
             )
@@ -78,7 +78,7 @@ def _load_model(config: RetrievalConfig, folder: Path) -> Any:
 
     common = {"use_fp16": False, "devices": config.device}
     try:
-        with _without_progress_bars():
+        with without_progress_bars():
             if config.encoder_kind == "bge_m3":
                 return BGEM3FlagModel(str(folder), **common)
             pooling = {"flag_cls": "cls", "flag_mean": "mean"}[config.encoder_kind]
@@ -143,7 +143,8 @@ def _report_truncated(seen: Mapping[str, int], limit: int) -> None:
 
 
 @contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def torch_threads(count: int | None) -> Iterator[None]:
+    """PyTorch computes with `count` threads meanwhile; None leaves them."""
     import torch
 
     before = torch.get_num_threads()
@@ -155,7 +156,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """FlagEmbedding and transformers draw bars of their own on stderr, also outside terminals."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield

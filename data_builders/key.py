@@ -10,6 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from cache_ops.hf import load_tokenizer
 from data_builders.encoder import batch_size, encoder_identity
 from data_builders.nuggets.extract import extractor_identity
+from data_builders.scorers import scorer_key
+from data_builders.scorers.cross_encoder import cross_encoder_key
+from data_builders.scorers.hidden_ffn import generator_key
 from recipes.building import DataFormat
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -41,6 +44,15 @@ def build_key(config: Recipe, split: Split) -> dict[str, Any]:
         "selection": retrieval.selection,
         "k": retrieval.k,
     }
+    if retrieval.budget is not None:
+        # Tokens that stand twice are paid twice.
+        key["budget"] = {**retrieval.budget.model_dump(), "overlap": retrieval.overlap}
+    if retrieval.min_score is not None:
+        key["min_score"] = retrieval.min_score
+    if (scorer := scorer_key(config)) is not None:
+        key["nugget_scorer"] = scorer
+    if retrieval.rerank_chunks is not None:
+        key["rerank"] = {"chunks": retrieval.rerank_chunks, **pairs_key(config)}
     if retrieval.selection == "two_stage":
         key["k_c"] = retrieval.k_c
     if split == "train":
@@ -51,13 +63,16 @@ def build_key(config: Recipe, split: Split) -> dict[str, Any]:
 
 def chunks_key(config: Recipe) -> dict[str, Any]:
     """What decides the chunks and nuggets of a passage."""
-    return {
+    key = {
         "format": FORMAT,
         "tokenizer_sha256": tokenizer_identity(load_tokenizer(config.model.path)),
         "chunk_tokens": config.data.chunk_tokens,
         "extractor": extractor_identity(config.nuggets),
         "fuzzy_threshold": config.nuggets.fuzzy_threshold,
     }
+    if config.nuggets.neighbour_sentences:
+        key["neighbour_sentences"] = config.nuggets.neighbour_sentences
+    return key
 
 
 def encoder_key(config: Recipe) -> dict[str, Any]:
@@ -71,6 +86,18 @@ def encoder_key(config: Recipe) -> dict[str, Any]:
         "colbert": retrieval.weights.colbert > 0,
         "batch_size": batch_size(retrieval),
     }
+
+
+def pairs_key(config: Recipe) -> dict[str, Any]:
+    """What decides the cross-encoder's score of a question and a text."""
+    cross_encoder = config.retrieval.cross_encoder
+    assert cross_encoder is not None, "a validated recipe that uses one describes it"
+    return {"format": FORMAT, **cross_encoder_key(cross_encoder)}
+
+
+def hidden_key(config: Recipe) -> dict[str, Any]:
+    """What decides the generator's vectors of a chunk's nuggets and of a question."""
+    return {"format": FORMAT, **generator_key(config)}
 
 
 def digest(key: dict[str, Any]) -> str:

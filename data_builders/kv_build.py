@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cache_ops.encode import encode_chunk
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.hf import load_model, load_tokenizer
+from cache_ops.plan import anchor_ranges
 from cache_ops.records import StoreDtype
 from cache_ops.store import Store
 from cache_ops.store.errors import ForeignStoreError
@@ -32,8 +33,9 @@ from cache_ops.store.stored import (
 from data_builders.build import load_built
 from data_builders.key import SPLITS, tokenizer_identity
 from data_builders.kv import open_store
+from data_builders.prefix import with_mean_token
 from data_builders.prompt import PromptTemplate
-from data_builders.tables import Tables
+from data_builders.tables import Chunk, Tables
 from recipes.errors import UserError
 from recipes.progress import Progress
 from recipes.schema import Recipe
@@ -103,12 +105,11 @@ def fill_store(
     store = open_store(config, model, tokenizer, checkpoint, create=True)
     assert store is not None, "tables_to_store refuses a recipe without a store"
     prompt_ids = PromptTemplate(tokenizer, config.prompt).prompt_ids
-    whole = config.store.keep == "chunks"
     with store:
         keys: set[bytes] = set()
         missing: set[bytes] = set()
         tokens = 0
-        for page in _pages(prompt_ids, tables, whole=whole):
+        for page in _pages(prompt_ids, tables, config):
             new = {key: wanted for key, wanted in page.items() if key not in keys}
             found = store.locate(list(new))
             if damaged := store.unreadable(found):
@@ -127,7 +128,7 @@ def fill_store(
         there = len(keys) - len(missing)
         if missing:
             with Progress(f"encode chunks ({checkpoint})", len(keys), "chunks", there) as progress:
-                pages = _pages(prompt_ids, tables, whole=whole)
+                pages = _pages(prompt_ids, tables, config)
                 store.add(_encoded(store, model, pages, set(missing), progress))
     return Filled(str(store.folder), len(keys), len(missing), removed, tokens)
 
@@ -219,22 +220,33 @@ def export_store(store: Store, out: Path, dtype: StoreDtype | None = None) -> in
 
 
 def _pages(
-    prompt_ids: Sequence[int], tables: Sequence[Tables], *, whole: bool
+    prompt_ids: Sequence[int], tables: Sequence[Tables], config: Recipe
 ) -> Iterator[dict[bytes, _Wanted]]:
-    """The prompt, then the chunks of all tables by their key; those without a nugget are left out.
-
-    `whole`: all of a chunk's tokens are wanted, and not only those in a nugget.
-    """
+    """The prompt, then the chunks of all tables by their key, but those of which none is kept."""
     if prompt_ids:
         yield {chunk_key(prompt_ids): _Wanted(prompt_ids, ((0, len(prompt_ids)),))}
     for one in tables:
         for first in range(0, one.count(), _CHUNKS_A_PAGE):
             page = {}
             for chunk in one.at(range(first, min(first + _CHUNKS_A_PAGE, one.count()))):
-                spans = [(0, len(chunk.token_ids))] if whole else chunk.nuggets
-                if ranges := union_ranges(spans):
-                    page[chunk_key(chunk.token_ids)] = _Wanted(chunk.token_ids, ranges)
+                token_ids = chunk.token_ids
+                if config.context.anchors.summary == "mean":
+                    token_ids = with_mean_token(token_ids)
+                if ranges := union_ranges(_kept(chunk, config)):
+                    page[chunk_key(token_ids)] = _Wanted(token_ids, ranges)
             yield page
+
+
+def _kept(chunk: Chunk, config: Recipe) -> list[tuple[int, int]]:
+    """Which of a chunk's tokens are to be kept: all, or those in a nugget or an anchor."""
+    tokens, anchors = len(chunk.token_ids), config.context.anchors
+    mean = anchors.summary == "mean"
+    if config.store.keep == "chunks":
+        return [(0, tokens + mean)]
+    if not chunk.nuggets:
+        return []
+    around = anchor_ranges(tokens, anchors.prefix_tokens, anchors.suffix_tokens, mean)
+    return [*chunk.nuggets, *((one.start, one.stop) for one in around if one)]
 
 
 def _encoded(

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
 
 from data_builders.assets import AssetStore, content_key
 from data_builders.encoded import Encoded
@@ -53,9 +54,13 @@ class EncodedLookup:
         return [Encoded.from_bytes(values[key]) for key in keys]
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """All that the questions of a build are compared with."""
+class ScoredLookup:
+    """What the cross-encoder gave for questions with texts that were scored before."""
 
-    chunks: ChunkLookup
-    encoded: EncodedLookup
+    def __init__(self, store: AssetStore) -> None:
+        self._store = store
+
+    def __call__(self, asked: Sequence[tuple[str, Sequence[str]]]) -> list[list[float]]:
+        keys = [content_key(question, *texts) for question, texts in asked]
+        values = self._store.get(keys)
+        return [np.frombuffer(values[key], "<f4").tolist() for key in keys]

@@ -4,41 +4,40 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
-
 from cache_ops.hf import load_tokenizer
-from data_builders.assets import AssetStore, Needed
-from data_builders.candidates import VECTORS_FILE, Asked, Contexts, Corpus
-from data_builders.executor import Work, make_assets
+from data_builders.assets import AssetStore
+from data_builders.build_assets import BuildAssets, asset_path, nugget_texts
+from data_builders.candidates import VECTORS_FILE, Asked, Contexts, Corpus, rerank
 from data_builders.extraction import ChunkTexts, extract, open_journal
 from data_builders.intake import Intake
-from data_builders.key import Split, assets_folder, chunks_key, digest, encoder_key
-from data_builders.lookups import ChunkLookup, EncodedLookup, Lookups
+from data_builders.key import Split, chunks_key
+from data_builders.lookups import ChunkLookup
 from data_builders.raft import Noised, add_noise, remove_supporting
 from data_builders.records import Passage, Question
 from data_builders.report import Tally
 from data_builders.samples import sample_row
+from data_builders.scorers import compares_vectors, load_scorer, reads_generator
 from data_builders.tables import (
     CHUNK_COLUMNS,
     CHUNKS_FILE,
     SAMPLE_COLUMNS,
     SAMPLES_FILE,
+    WIDENED_COLUMNS,
     Chunk,
     TableWriter,
 )
-from data_builders.workers import ChunkWork, EncodeWork, chunk_item, text_items
+from data_builders.workers import ChunkWork, chunk_item
 from recipes.progress import track
 from recipes.schema import Recipe
 
 # What a worker gets at once, and what a kill costs at most.
 PASSAGES_A_BATCH = {"rules": 256, "llm": 256, "local_model": 8}
-TEXTS_A_BATCH = 64
 QUESTIONS_A_BLOCK = 256
 _ROWS_A_PAGE = 256
 Item = TypeVar("Item")
@@ -46,33 +45,31 @@ Item = TypeVar("Item")
 
 @dataclass
 class Pipeline:
-    """One build under way. `made` says for each kind of asset how much was needed and missing."""
+    """One build under way."""
 
     config: Recipe
     split: Split
     folder: Path
     intake: Intake
     chunk_store: AssetStore
-    encoded_store: AssetStore
-    made: dict[str, Needed] = field(default_factory=dict)
+    chunks: ChunkLookup
+    assets: BuildAssets
 
     @classmethod
     def open(
         cls, config: Recipe, split: Split, folder: Path, intake: Intake, stack: ExitStack
     ) -> Self:
         """Opens the asset stores until `stack` is closed; `folder` is for work files."""
-        assets = assets_folder(config)
-
-        def store(kind: str, key: dict[str, Any]) -> AssetStore:
-            return stack.enter_context(AssetStore(assets / f"{kind}-{digest(key)}.sqlite"))
-
+        path = asset_path(config, "chunks", chunks_key(config))
+        chunk_store = stack.enter_context(AssetStore(path))
         return cls(
             config,
             split,
             folder,
             intake,
-            chunk_store=store("chunks", chunks_key(config)),
-            encoded_store=store("encoded", encoder_key(config)),
+            chunk_store,
+            chunks=ChunkLookup(intake, chunk_store),
+            assets=BuildAssets.open(config, stack),
         )
 
     def run(self, final: Path, *, retry_failed: bool) -> dict[str, Any]:
@@ -92,7 +89,7 @@ class Pipeline:
         work = ChunkWork(config.model.path, config.data.chunk_tokens, config.nuggets)
         batch = PASSAGES_A_BATCH[config.nuggets.extractor]
         if config.nuggets.extractor != "llm":
-            self._make("passages", self.chunk_store, self._chunk_items(None), work, batch)
+            self.assets.make("passages", self.chunk_store, self._chunk_items(None), work, batch)
             return None
         tokenizer = load_tokenizer(config.model.path)
         texts = ChunkTexts(self.intake, tokenizer, config.data.chunk_tokens)
@@ -104,7 +101,7 @@ class Pipeline:
                 return [journal.candidates(text) or [] for text in texts.of(passage)]
 
             items = self._chunk_items(candidates)
-            self._make("passages", self.chunk_store, items, work, batch)
+            self.assets.make("passages", self.chunk_store, items, work, batch)
         return extraction
 
     def _chunk_items(
@@ -122,7 +119,8 @@ class Pipeline:
 
     def _write_chunks(self, path: Path, tally: Tally) -> None:
         """Writes each distinct chunk once, where it first occurs."""
-        with self.intake.db, TableWriter(path, CHUNK_COLUMNS) as table:
+        widened = WIDENED_COLUMNS if self.config.nuggets.neighbour_sentences else {}
+        with self.intake.db, TableWriter(path, CHUNK_COLUMNS | widened) as table:
             self.intake.db.execute("DELETE FROM chunks")
             passages = zip(self.intake.passages(), self.intake.chunks_keys(), strict=True)
             for page in _pages(passages, _ROWS_A_PAGE):
@@ -145,16 +143,15 @@ class Pipeline:
             self.intake.search_anew(found)
 
     def _retrieve(self) -> None:
-        """Finds the chunks of every question, and encodes what they will be compared with."""
-        retrieval = self.config.retrieval
-        self._encode("questions", (question.text for _, question in self.intake.questions()))
+        """Finds the chunks of every question, and makes what their nuggets are scored by."""
+        retrieval, assets = self.config.retrieval, self.assets
+        assets.encode("questions", self._question_texts())
         all_nuggets = retrieval.selection == "one_stage" and retrieval.candidates == "corpus"
         if retrieval.selection == "two_stage":
-            self._encode("chunks", (chunk.text for chunk in self._all_chunks()))
+            assets.encode("chunks", (chunk.text for chunk in self._all_chunks()))
         elif all_nuggets:
-            self._encode("nuggets", _nugget_texts(self._all_chunks()))
-        lookups = self._lookups()
-        compared = lookups.chunks, lookups.encoded, retrieval
+            assets.encode("nuggets", nugget_texts(self._all_chunks()))
+        compared = self.chunks, assets.encoder, retrieval
         where = (
             Contexts(*compared)
             if retrieval.candidates == "contexts"
@@ -165,32 +162,61 @@ class Pipeline:
         )
         pending = ((n, question) for n, question in questions if not self.intake.is_retrieved(n))
         for block in _pages(pending, QUESTIONS_A_BLOCK):
-            found = where.retrieve([self._ask(question, lookups) for _, question in block])
+            found = where.retrieve([self._ask(question) for _, question in block])
             self.intake.put_retrieved(
                 [(n, one.rows, one.scores) for (n, _), one in zip(block, found, strict=True)]
             )
-        if not all_nuggets:
-            pages = _pages(self.intake.retrieved_rows(), _ROWS_A_PAGE)
-            retrieved = (chunk for page in pages for chunk in lookups.chunks.at(page))
-            self._encode("nuggets", _nugget_texts(retrieved))
+        if retrieval.rerank_chunks is not None:
+            assets.rerank(
+                (question.text, chunk.text)
+                for number, question in self.intake.questions()
+                for chunk in self.chunks.at(self.intake.retrieved(number)[0])
+            )
+        if retrieval.nugget_scorer == "cross_encoder":
+            assets.score_nuggets(
+                (question.text, chunk.nugget_texts)
+                for number, question in self.intake.questions()
+                for chunk in self._ranked(number, question)[0]
+            )
+        if compares_vectors(retrieval) and not all_nuggets:
+            assets.encode("nuggets", nugget_texts(self._kept_chunks()))
+        if reads_generator(retrieval):
+            assets.read_hidden_states(self._question_texts(), self._kept_chunks())
+
+    def _question_texts(self) -> Iterator[str]:
+        return (question.text for _, question in self.intake.questions())
+
+    def _kept_chunks(self) -> Iterator[Chunk]:
+        """The chunks whose nuggets are compared; reranked ones as often as they are kept."""
+        if self.config.retrieval.rerank_chunks is not None:
+            for number, question in self.intake.questions():
+                yield from self._ranked(number, question)[0]
+            return
+        for page in _pages(self.intake.retrieved_rows(), _ROWS_A_PAGE):
+            yield from self.chunks.at(page)
+
+    def _ranked(self, number: int, question: Question) -> tuple[list[Chunk], list[float]]:
+        """The chunks that a question was given, best first, with their scores."""
+        rows, chunk_scores = self.intake.retrieved(number)
+        chunks = self.chunks.at(rows)
+        if self.config.retrieval.rerank_chunks is None:
+            return chunks, chunk_scores
+        cross_encoder = self.assets.cross_encoder
+        assert cross_encoder is not None, "what reranks has been scored"
+        return rerank(question.text, chunks, cross_encoder, self.config.retrieval.k_c)
 
     def _all_chunks(self) -> Iterator[Chunk]:
-        chunks = self._lookups().chunks
         for page in _pages(iter(range(self.intake.count("chunks"))), _ROWS_A_PAGE):
-            yield from chunks.at(page)
+            yield from self.chunks.at(page)
 
-    def _encode(self, unit: str, texts: Iterable[str]) -> None:
-        work = EncodeWork(self.config.retrieval, torch.get_num_threads())
-        self._make(unit, self.encoded_store, text_items(texts), work, TEXTS_A_BATCH)
-
-    def _ask(self, question: Question, lookups: Lookups) -> Asked:
+    def _ask(self, question: Question) -> Asked:
         """What is searched for a question, and where."""
         passages = self._noised(question).question.passages
-        query = lookups.encoded([question.text])[0]
+        query = self.assets.encoder([question.text])[0]
         if self.config.retrieval.candidates == "contexts":
-            return Asked(question.text, query, candidates=lookups.chunks.rows(passages))
+            return Asked(question.text, query, candidates=self.chunks.rows(passages))
         removed = [passage for passage in question.passages if passage not in passages]
-        return Asked(question.text, query, excluded=lookups.chunks.rows(removed))
+        return Asked(question.text, query, excluded=self.chunks.rows(removed))
 
     def _noised(self, question: Question) -> Noised:
         """The question after RAFT; questions to evaluate on keep their passages."""
@@ -208,41 +234,24 @@ class Pipeline:
     # Samples
 
     def _write_samples(self, path: Path, tally: Tally) -> None:
-        lookups = self._lookups()
+        assets = self.assets
+        scorer = load_scorer(self.config, assets.encoder, assets.cross_encoder, assets.generator)
         questions = track(
             self.intake.questions(), "build samples", self.intake.count("questions"), "samples"
         )
         with TableWriter(path, SAMPLE_COLUMNS) as table:
             for number, question in questions:
-                rows, chunk_scores = self.intake.retrieved(number)
+                chunks, chunk_scores = self._ranked(number, question)
                 row = sample_row(
                     self._noised(question),
-                    lookups.chunks.at(rows),
+                    chunks,
                     chunk_scores,
-                    lookups,
+                    self.chunks,
+                    scorer,
                     self.config.retrieval,
                 )
                 table.write(row)
                 tally.sample(row)
-
-    def _lookups(self) -> Lookups:
-        return Lookups(
-            ChunkLookup(self.intake, self.chunk_store), EncodedLookup(self.encoded_store)
-        )
-
-    def _make(
-        self,
-        unit: str,
-        store: AssetStore,
-        items: Iterable[tuple[bytes, str]],
-        work: Work,
-        batch_size: int,
-    ) -> None:
-        self.made[unit] = make_assets(store, items, work, self.config.build, batch_size, unit)
-
-
-def _nugget_texts(chunks: Iterable[Chunk]) -> Iterator[str]:
-    return (text for chunk in chunks for text in chunk.nugget_texts)
 
 
 def _pages(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

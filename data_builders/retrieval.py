@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data_builders.encoded import Encoded
-from recipes.building import RetrievalWeights
+from recipes.retrieval import RetrievalWeights
 
 Embeddings = NDArray[np.float32]
 
@@ -25,7 +25,7 @@ FUSION_DEPTH = 100
 
 def cosine_scores(query: Embeddings, rows: Embeddings) -> list[float]:
     """Rounded cosines of one unit vector with unit rows, as exact float32 values."""
-    return _rounded(_dense_scores(query, rows))
+    return rounded(_dense_scores(query, rows))
 
 
 def scores(query: Encoded, texts: Sequence[Encoded], weights: RetrievalWeights) -> list[float]:
@@ -48,7 +48,7 @@ def scores(query: Encoded, texts: Sequence[Encoded], weights: RetrievalWeights) 
         total += weights.sparse * np.array([_sparse_score(query, text) for text in texts])
     if weights.colbert:
         total += weights.colbert * np.array([_colbert_score(query, text) for text in texts])
-    return _rounded(total)
+    return rounded(total)
 
 
 def _dense_scores(query: Embeddings, rows: Embeddings) -> NDArray[np.float64]:
@@ -72,9 +72,10 @@ def _colbert_score(query: Encoded, text: Encoded) -> float:
     return float(products.max(axis=1).mean())
 
 
-def _rounded(values: NDArray[np.float64]) -> list[float]:
-    rounded: list[float] = np.round(values, SCORE_DECIMALS).astype(np.float32).tolist()
-    return rounded
+def rounded(values: NDArray[np.float64]) -> list[float]:
+    """Scores to `SCORE_DECIMALS`, as exact float32 values."""
+    found: list[float] = np.round(values, SCORE_DECIMALS).astype(np.float32).tolist()
+    return found
 
 
 def top(scores: ArrayLike, count: int) -> list[int]:

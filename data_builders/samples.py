@@ -5,18 +5,20 @@ from typing import Any
 
 from data_builders.answers import answer_key, holds_answer
 from data_builders.candidates import score_nuggets
-from data_builders.lookups import Lookups
+from data_builders.lookups import ChunkLookup
 from data_builders.raft import Noised
-from data_builders.retrieval import select_nuggets
+from data_builders.scorers import NuggetScorer
+from data_builders.selection import select, selected_texts
 from data_builders.tables import Chunk
-from recipes.building import RetrievalConfig
+from recipes.retrieval import RetrievalConfig
 
 
 def sample_row(
     noised: Noised,
     retrieved: Sequence[Chunk],
     chunk_scores: Sequence[float],
-    lookups: Lookups,
+    chunks: ChunkLookup,
+    scorer: NuggetScorer,
     config: RetrievalConfig,
 ) -> dict[str, Any]:
     """The row of a question, with what the report counts beside the columns of the table.
@@ -25,13 +27,15 @@ def sample_row(
         noised: the question after RAFT.
         retrieved: its chunks in rank order; with one-stage selection all candidates.
         chunk_scores: a score for each of them; with one-stage selection the best nugget's counts.
+        chunks: of all passages.
+        scorer: scores a nugget for the question.
+        config: how chunks and nuggets are chosen.
     """
-    question, chunks, encoded = noised.question, lookups.chunks, lookups.encoded
-    query = encoded([question.text])[0]
+    question = noised.question
     retrieved, chunk_scores, nugget_scores = score_nuggets(
-        query, retrieved, chunk_scores, encoded, config
+        question.text, retrieved, chunk_scores, scorer, config
     )
-    chosen = select_nuggets(nugget_scores, [chunk.nuggets for chunk in retrieved], config.k)
+    chosen = select(retrieved, nugget_scores, config.k, config)
     gold = chunks.of([passage for passage in question.passages if passage.is_supporting])
     spans = [retrieved[chunk].nuggets[nugget] for chunk, nugget in chosen]
     return {
@@ -57,17 +61,9 @@ def sample_row(
         ),
         "answer_in_contexts": _answered(question.answers, [p.full_text for p in question.passages]),
         "answer_in_chunks": _answered(question.answers, [chunk.text for chunk in retrieved]),
-        "answer_in_spans": _answered(question.answers, _selected_texts(retrieved, chosen)),
+        "answer_in_spans": _answered(question.answers, selected_texts(retrieved, chosen)),
     }
 
 
 def _answered(answers: Sequence[str], texts: Sequence[str]) -> bool:
     return any(holds_answer(answer_key(text), answers) for text in texts)
-
-
-def _selected_texts(chunks: Sequence[Chunk], chosen: Sequence[tuple[int, int]]) -> list[str]:
-    """For each chunk its selected nuggets in chunk order: an answer may run over two of them."""
-    by_chunk: dict[int, list[str]] = {}
-    for chunk, nugget in sorted(chosen):
-        by_chunk.setdefault(chunk, []).append(chunks[chunk].nugget_texts[nugget])
-    return ["\n".join(texts) for texts in by_chunk.values()]

@@ -47,12 +47,17 @@ SAMPLE_COLUMNS = {
     "answer_in_contexts": "bool",
     "answer_in_spans": "bool",
 }
+# Of a chunk whose nuggets take neighbouring sentences along: the text of each slice.
+WIDENED_COLUMNS = {"widened_texts": ["string"]}
 Columns = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk with its nuggets' token spans and texts, in the order of the chunk."""
+    """One chunk with its nuggets' token spans and texts, in the order of the chunk.
+
+    Where a nugget takes neighbouring sentences along, its span covers them and its text does not.
+    """
 
     chunk_id: str
     title: str
@@ -60,6 +65,12 @@ class Chunk:
     token_ids: list[int]
     nuggets: list[tuple[int, int]]
     nugget_texts: list[str]
+    widened_texts: list[str] | None = None
+
+    @property
+    def slice_texts(self) -> list[str]:
+        """The text under each nugget's span, which is what a model sees of it."""
+        return self.nugget_texts if self.widened_texts is None else self.widened_texts
 
 
 class Tables:
@@ -93,7 +104,13 @@ def chunk_from_row(row: Mapping[str, Any]) -> Chunk:
     """A row of the chunks table as a `Chunk`."""
     nuggets = list(zip(row["nugget_starts"], row["nugget_ends"], strict=True))
     return Chunk(
-        row["chunk_id"], row["title"], row["text"], row["token_ids"], nuggets, row["nugget_texts"]
+        row["chunk_id"],
+        row["title"],
+        row["text"],
+        row["token_ids"],
+        nuggets,
+        row["nugget_texts"],
+        row.get("widened_texts"),
     )
 
 

@@ -1,6 +1,7 @@
 """The weights that answer, and those that encode what is answered from."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,14 +12,26 @@ from transformers.utils import cached_file
 
 from cache_ops.cached import enable_cached
 from cache_ops.closing import Closing
+from cache_ops.contextualizer import (
+    Contextualizer,
+    contextualizer_saved_in,
+    load_contextualizer,
+)
 from cache_ops.hf import check_vocabulary, load_model
-from cache_ops.links import Links, add_links, links_saved_in, load_links
+from cache_ops.soft_tokens import (
+    SoftTokens,
+    add_soft_tokens,
+    load_soft_tokens,
+    soft_tokens_saved_in,
+)
 from cache_ops.store.lock import WAIT_SECONDS
 from cache_ops.supply import Supply
 from data_builders.kv import open_supply
+from recipes.context import ContextualizerConfig
 from recipes.errors import UserError
 from recipes.resolve import resolve
 from recipes.schema import Recipe
+from recipes.soft_tokens import GROUPS, soft_tokens_for
 
 Checkpoint = Literal["base", "fine_tuned"]
 
@@ -79,18 +92,47 @@ def _base_folder(path: str) -> Path:
     return Path(str(cached_file(path, "config.json", local_files_only=True))).parent
 
 
-def check_links(config: Recipe, weights: Weights) -> None:
-    """Passes weights that have the link tokens that a recipe asks KVLink for.
+def check_soft_tokens(config: Recipe, weights: Weights, system: str) -> None:
+    """Passes weights that have the soft tokens that a recipe asks for in a system.
 
     Raises:
-        UserError: they were trained with another number a document, or without any.
+        UserError: they were trained with another number, or without any.
     """
-    wanted, trained = config.systems.kvlink.link_tokens, links_saved_in(weights.folder)
-    if weights.trained and trained != wanted:
+    if not weights.trained:
+        return
+    wanted, saved = soft_tokens_for(config, system), soft_tokens_saved_in(weights.folder)
+    for name, group in GROUPS.items():
+        if group.system != system:
+            continue
+        asked, trained = (found[name][1] if name in found else 0 for found in (wanted, saved))
+        if asked != trained:
+            raise UserError(
+                f"{weights.folder} was trained with {trained} {group.label}, {group.option} asks "
+                f"for {asked}; eval.runs.{system} names a run of train.system={system}"
+            )
+
+
+def check_contextualizer(config: Recipe, weights: Weights, system: str) -> None:
+    """Passes weights whose contextualizer is that which a recipe asks for in a system.
+
+    Of the base model nothing is asked: an untrained one changes nothing. Of another system than the
+    recipe trains, the weights have what their own training has left.
+
+    Raises:
+        UserError: they were trained with another one, or without any.
+        ContextualizerError: its file is damaged.
+    """
+    if not weights.trained or system != config.train.system:
+        return
+    spec, asked = contextualizer_saved_in(weights.folder), config.context.contextualizer
+    trained = None
+    if spec is not None and spec.system == system:
+        trained = ContextualizerConfig(**spec.options)
+    if trained != asked:
         raise UserError(
-            f"{weights.folder} was trained with {trained} link tokens a document, "
-            f"systems.kvlink.link_tokens asks for {wanted}; eval.runs.kvlink names a run of "
-            "train.system=kvlink"
+            f"{weights.folder} was trained with a context.contextualizer of {trained or 'none'}, "
+            f"and the recipe asks for {asked or 'none'}: set it to the former, or let "
+            f"eval.runs.{system} name another run"
         )
 
 
@@ -101,23 +143,30 @@ class Served(Closing):
     model: PreTrainedModel
     supply: Supply
     weights: Weights
-    _links: dict[tuple[int, int], Links] = field(default_factory=dict, repr=False)
+    contextualizer: Contextualizer | None = None
+    """The weights' own, for the system that they were trained with."""
+    _soft_tokens: dict[str, dict[str, SoftTokens]] = field(default_factory=dict, repr=False)
 
-    def links(self, config: Recipe, documents: int) -> Links | None:
-        """KVLink's link tokens as a recipe asks for them: those trained, or the base's untrained.
+    def soft_tokens(self, config: Recipe, systems: Sequence[str]) -> dict[str, SoftTokens]:
+        """The soft tokens that a recipe asks for: those trained, or the base's untrained.
 
         Raises:
-            UserError: see `check_links`.
+            UserError: see `check_soft_tokens`.
         """
-        check_links(config, self.weights)
-        wanted = config.systems.kvlink.link_tokens
-        if wanted and (documents, wanted) not in self._links:
+        wanted: dict[str, tuple[int, int]] = {}
+        for system in systems:
+            check_soft_tokens(config, self.weights, system)
+            wanted |= soft_tokens_for(config, system)
+        if not wanted:
+            return {}
+        asked = repr(wanted)
+        if asked not in self._soft_tokens:
             if self.weights.trained:
-                links = load_links(self.model, self.weights.folder)
+                groups = load_soft_tokens(self.model, self.weights.folder, wanted)
             else:
-                links = add_links(self.model, documents, wanted, config.seed)
-            self._links[documents, wanted] = links
-        return self._links.get((documents, wanted))
+                groups = add_soft_tokens(self.model, wanted, config.seed)
+            self._soft_tokens[asked] = groups
+        return self._soft_tokens[asked]
 
     def close(self) -> None:
         """Closes what supplies slices."""
@@ -141,9 +190,14 @@ def load_served(
 
     Raises:
         ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_model`.
+        ContextualizerError: see `cache_ops.contextualizer.load_contextualizer`.
         ForeignStoreError, StoreError: see `data_builders.kv.open_store`.
     """
     model = load_weights(config, weights.folder, tokenizer)
+    contextualizer = None
+    if weights.trained and contextualizer_saved_in(weights.folder) is not None:
+        contextualizer = load_contextualizer(weights.folder, model.config)
+        contextualizer = contextualizer.requires_grad_(False).to(model.device, model.dtype)
     encoder = model
     if weights.context != weights.folder:
         encoder = load_weights(config, weights.context, tokenizer)
@@ -155,7 +209,7 @@ def load_served(
         writable=True,
         wait_seconds=wait_seconds,
     )
-    return Served(model, supply, weights)
+    return Served(model, supply, weights, contextualizer)
 
 
 def load_weights(

@@ -27,7 +27,12 @@ from data_builders.build import built_folder
 from data_builders.prompt import PromptTemplate
 from eval.answers import Answer, Variant, append_answers, read_answers, resume_answers
 from eval.cells import Cell, cells_of
-from eval.checkpoints import Weights, check_links, weights_of
+from eval.checkpoints import (
+    Weights,
+    check_contextualizer,
+    check_soft_tokens,
+    weights_of,
+)
 from eval.environment import environment
 from eval.figures import draw_all, draw_overview
 from eval.identity import answer_key, setting, weights_digest
@@ -38,6 +43,7 @@ from eval.runner import Runner
 from eval.summary import summarize
 from eval.systems import Question
 from eval.systems.cacheblend import check_blend
+from eval.systems.coinrag import check_repair
 from recipes.arms import Arm
 from recipes.errors import UserError
 from recipes.fields import leaves
@@ -125,10 +131,11 @@ def _plan(config: Recipe) -> Comparison:
     tokenizer = load_tokenizer(config.model.path)
     weights = {cell: weights_of(cell.arm.config, cell.checkpoint, cell.system) for cell in cells}
     for cell, found in weights.items():
-        if cell.system == "kvlink":
-            check_links(cell.arm.config, found)
-        if cell.system == "cacheblend":
-            check_blend(cell.arm.config, load_config(str(found.folder)).num_hidden_layers)
+        check_soft_tokens(cell.arm.config, found, cell.system)
+        check_contextualizer(cell.arm.config, found, cell.system)
+        if cell.system in ("cacheblend", "coinrag"):
+            check = check_blend if cell.system == "cacheblend" else check_repair
+            check(cell.arm.config, load_config(str(found.folder)).num_hidden_layers)
     arms = {cell.arm.name: cell.arm for cell in cells}
     limit = config.eval.questions_per_dataset
     questions = {name: arm_questions(arm, limit) for name, arm in arms.items()}

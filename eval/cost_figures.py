@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from eval.cost_account import Line
 from eval.cost_report import goal_text, volume_text
-from eval.drawing import legend, panels, save
+from eval.drawing import legend, panels, save_as
 from eval.labels import SYSTEM_COLOURS, SYSTEM_NAMES
-from recipes.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,24 +23,14 @@ def draw_cost(result: Json, path: Path) -> list[Path]:
     """Draw a line a system over the queries of a month, both axes logarithmic, as PNG and as SVG.
 
     A system's line is the lowest of its eligible cells' lines. Crossings are marked, those with
-    Standard RAG's filled and named below. Both files have `path`'s name with their suffix; its
-    folder is made. Nothing is drawn where no system is eligible.
+    Standard RAG's filled and named below. Nothing is drawn where no system is eligible.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: see `drawing.save_as`.
     """
-    if not path.name or path.is_dir():
-        raise UserError(f"no picture: {path} is a folder; give a file's name")
-    stem = path.name.removesuffix(".png").removesuffix(".svg")
-    paths = [path.with_name(f"{stem}.{kind}") for kind in ("png", "svg")]
     if not any(one["eligible"] for one in result["systems"]):
         return []
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(lambda: _picture(result), paths)
-    except OSError as error:
-        raise UserError(f"no picture: {path}: {error.strerror}") from error
-    return paths
+    return save_as(lambda: _picture(result), path)
 
 
 def _picture(result: Json) -> "Figure":

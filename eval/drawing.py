@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipes.errors import UserError
 from recipes.files import write_text
 
 if TYPE_CHECKING:
@@ -50,6 +51,26 @@ def save(draw: Callable[[], "Figure"], paths: Iterable[Path]) -> None:
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
+
+
+def save_as(draw: Callable[[], "Figure"], path: Path) -> list[Path]:
+    """Make a picture and write it as PNG and as SVG; the files.
+
+    Both have `path`'s name with their suffix; its folder is made.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    if not path.name or path.is_dir():
+        raise UserError(f"no picture: {path} is a folder; give a file's name")
+    stem = path.name.removesuffix(".png").removesuffix(".svg")
+    paths = [path.with_name(f"{stem}.{kind}") for kind in ("png", "svg")]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(draw, paths)
+    except OSError as error:
+        raise UserError(f"no picture: {path}: {error.strerror}") from error
+    return paths
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

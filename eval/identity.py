@@ -61,7 +61,12 @@ def _own(config: Recipe, system: str) -> dict[str, Any]:
     match system:
         case "coinrag":
             own["overlap"] = config.retrieval.overlap
-            own["context"] = config.context.model_dump(mode="json", exclude={"gradient"})
+            # A contextualizer is among the weights.
+            options = config.context.model_dump(mode="json", include={"encoding", "positions"})
+            own["context"] = options | config.context.asked()
+            if config.context.packets is not None:
+                # Untrained ones follow from it.
+                own["seed"] = config.seed
         case "standard_rag":
             own["max_prompt_tokens"] = config.eval.max_prompt_tokens
         case "online_nuggets":

@@ -7,24 +7,27 @@ weights, not a random generator, and the attention and the mode that it trains i
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cache_ops.cached import enable_cached
-from cache_ops.links import Links
+from cache_ops.contextualizer import contextualizer_of
+from cache_ops.soft_tokens import SoftTokens
 from cache_ops.supply import Supply
 from data_builders.kv import supply_over
 from data_builders.prompt import PromptTemplate
+from eval.lockstep import Lockstep
 from eval.metrics import exact_match, token_f1
 from eval.online import OnlinePath, OnlineRequest
 from eval.questions import arm_questions
 from eval.systems import SYSTEMS, Question, Serving, Width
+from eval.systems.coinrag import check_repair
 from recipes.arms import Arm
 from recipes.schema import Recipe
 from recipes.training import EvaluateConfig
@@ -35,8 +38,9 @@ def open_evaluator(
     accelerator: Accelerator,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    links: Links | None,
+    soft_tokens: Mapping[str, SoftTokens],
     frozen: Supply | None,
+    split: bool = False,
 ) -> Callable[[], dict[str, Any]]:
     """Makes what evaluates a model; to be called before the training, whose mistakes it finds.
 
@@ -45,8 +49,9 @@ def open_evaluator(
         accelerator: its ranks share the questions.
         model: the model to be trained, outside of what wraps it.
         tokenizer: the recipe's.
-        links: the model's link tokens, which are trained along.
+        soft_tokens: the model's, which are trained along.
         frozen: supplies the base model's slices, where the context is frozen.
+        split: the ranks will hold a part of the weights each.
 
     Returns:
         A function that all ranks must call, and that gives all of them the same: `f1`,
@@ -57,6 +62,7 @@ def open_evaluator(
         UserError: no dev data is built.
         MissingSlicesError: slices that dev questions need are not stored and cannot be computed.
     """
+    check_repair(config, model.config.num_hidden_layers)
     options = config.train.evaluate
     assert options is not None, "an evaluation was asked for"
     system = config.train.system
@@ -67,8 +73,15 @@ def open_evaluator(
     )
     template = PromptTemplate(tokenizer, config.prompt)
     max_positions = model.config.max_position_embeddings
-    serving = Serving(config, template, tokenizer, links=links, max_positions=max_positions)
-    if frozen is not None and config.train.tuning == "full":
+    serving = Serving(
+        config,
+        template,
+        tokenizer,
+        soft_tokens=soft_tokens,
+        contextualizer=contextualizer_of(model),
+        max_positions=max_positions,
+    )
+    if frozen is not None and not frozen.computes:
         path = OnlinePath(serving, model, frozen)
         for question in questions:
             fetch = path.begin(question, system, width).fetch
@@ -81,12 +94,16 @@ def open_evaluator(
         at_once = config.eval.concurrent_requests
         answers: list[dict[str, Any]] = []
         with _serving(model), accelerator.autocast():
+            lockstep = Lockstep(model, accelerator) if split else None
+            answering = cast(PreTrainedModel, lockstep) if lockstep else model
             # A new supply, for what the weights encoded at the last evaluation is stale.
-            supply = frozen or supply_over(config, model, None)
-            path = OnlinePath(serving, model, supply)
+            supply = frozen or supply_over(config, answering, None)
+            path = OnlinePath(serving, answering, supply)
             mine = questions[rank::ranks]
             for first in range(0, len(mine), at_once):
                 answers += _answers(path, mine[first : first + at_once], system, width)
+            if lockstep is not None:
+                lockstep.finish()
         everyone: list[dict[str, Any]] = gather_object(answers)
         by_id = {answer["question_id"]: answer for answer in everyone}
         ordered = [by_id[question.question_id] for question in questions]

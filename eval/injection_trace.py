@@ -50,7 +50,7 @@ def extracted(chunk: Chunk, injection: Injection) -> Extracted:
         in_chunk=True,
         target_in_chunk=_holds([chunk.text], injection.target),
         in_nugget=any(first < end and start < last for first, last in _nugget_ranges(chunk)),
-        target_in_nugget=_holds(chunk.nugget_texts, injection.target),
+        target_in_nugget=_holds(chunk.slice_texts, injection.target),
     )
 
 
@@ -105,7 +105,7 @@ def _planted_range(chunk_text: str, planted: str) -> tuple[int, int] | None:
 def _nugget_ranges(chunk: Chunk) -> Iterator[tuple[int, int]]:
     """The characters of each nugget; of equal phrases, the next from where the one before began."""
     start = 0
-    for text in chunk.nugget_texts:
+    for text in chunk.slice_texts:
         at = chunk.text.find(text, start)
         # Nuggets that share their first token may step back inside of it.
         start = at if at >= 0 else chunk.text.find(text)

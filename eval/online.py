@@ -110,10 +110,11 @@ class OnlinePath:
             room=len(online_ids) + self._limit,
             first_positions=positions,
             parallel=served.parallel,
+            contextualizer=served.contextualizer,
         )
         if self._side_stream is not None and kv_TL2HD is not None:
             cache.lay_ahead(self.model.dtype, self._side_stream)
-        request.stage_ms["copy"] += _ms_since(start)
+        request.stage_ms["copy"] += _ms_since(start) - cache.lay_seconds * 1e3
         first_pass = None
         if served.recompute is not None:
             prefix_ids = served.prefix_ids()
@@ -187,9 +188,9 @@ class OnlinePath:
         stage_ms["read"] -= computed
         stage_ms["rotate"] = cache.rotate_seconds * 1e3
         stage_ms["copy"] += cache.copy_seconds * 1e3
+        stage_ms["contextualize"] = cache.contextualize_seconds * 1e3
         # On a CPU the prefix is laid inside the forward pass.
-        laid_inside = 0.0 if self._side_stream else cache.rotate_seconds + cache.copy_seconds
-        stage_ms["prefill"] = pass_ms - laid_inside * 1e3
+        stage_ms["prefill"] = pass_ms - (0.0 if self._side_stream else cache.lay_seconds * 1e3)
 
 
 def _ms_since(start: float) -> float:

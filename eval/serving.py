@@ -6,8 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data_builders.nuggets.online import open_online_extractor
 from data_builders.prompt import PromptTemplate
-from eval.checkpoints import Served
+from eval.checkpoints import Served, check_contextualizer
 from eval.systems import SYSTEMS, Serving
+from eval.systems.coinrag import check_repair
 from recipes.schema import Recipe
 
 
@@ -20,14 +21,26 @@ def open_serving(
     """Opens what the named systems share for a recipe.
 
     Raises:
-        UserError: the weights' link tokens, or the extractor, are not as the recipe says.
+        UserError: the weights' soft tokens, contextualizer or layers, or the extractor, are not as
+            the recipe says.
+        ContextualizerError: see `check_contextualizer`.
     """
-    links = served.links(config, config.retrieval.k_c) if "kvlink" in systems else None
+    soft_tokens = served.soft_tokens(config, systems)
+    for system in systems:
+        check_contextualizer(config, served.weights, system)
+    if "coinrag" in systems:
+        check_repair(config, served.model.config.num_hidden_layers)
     extractor = None
     if any(SYSTEMS[name].extracts for name in systems):
         extractor = open_online_extractor(config)
     template = PromptTemplate(tokenizer, config.prompt)
     max_positions = served.model.config.max_position_embeddings
     return Serving(
-        config, template, tokenizer, links=links, extractor=extractor, max_positions=max_positions
+        config,
+        template,
+        tokenizer,
+        soft_tokens=soft_tokens,
+        extractor=extractor,
+        contextualizer=served.contextualizer,
+        max_positions=max_positions,
     )

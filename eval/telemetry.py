@@ -23,7 +23,7 @@ disable_created_metrics()
 
 STAGES = (
     "wait", "embed", "search", "score", "extract", "plan", "read", "compute", "copy", "rotate",
-    "prefill",
+    "contextualize", "prefill",
 )  # fmt: skip
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -35,8 +35,9 @@ class RequestReport:
     `stage_ms` has an entry for each of `STAGES`: waiting for the engine, embedding the question,
     searching chunks, scoring nuggets, having nuggets extracted for the question, planning (the
     query's tokenization included), looking slices up and reading them, computing those that are
-    neither in memory nor on disk, copying and rotating them into place (on CUDA: queueing that),
-    and the forward pass up to the first token. Together they are the time to first token (TTFT).
+    neither in memory nor on disk, copying and rotating them into place and correcting them by the
+    weights' contextualizer (on CUDA: queueing that), and the forward pass up to the first token.
+    Together they are the time to first token (TTFT).
     """
 
     question: str

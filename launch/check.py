@@ -31,8 +31,9 @@ def check(
     """What the training of a recipe sees, and the memory, time and disk that it needs.
 
     Samples are built and dealt by what the training builds and deals them with; of the model only
-    config and tokenizer are read, unless `probe` asks for its longest pass to be run. What does not
-    fit is a finding and no error: a recipe may be checked on another machine than it trains on.
+    config and tokenizer are read (and, where it is a teacher, its checksum made), unless `probe`
+    asks for its longest pass to be run. What does not fit is a finding and no error: a recipe may
+    be checked on another machine than it trains on.
 
     Args:
         arguments: the recipe.
@@ -53,17 +54,21 @@ def check(
     resolved = resolve(arguments)
     config = resolved.config
     from cache_ops.hf import load_config, load_tokenizer
-    from cache_ops.links import Links
     from cache_ops.rope import Rope
+    from cache_ops.soft_tokens import numbered
     from data_builders.build import load_built
     from data_builders.prompt import PromptTemplate
     from launch import needs
     from launch.refusals import refuse_untrainable
+    from launch.teacher_needs import teacher_needs
     from recipes.progress import track
+    from recipes.soft_tokens import soft_tokens_for
     from train.batches import BatchOrder
+    from train.beside import contextualizer_for
     from train.examples import ExampleBuilder
     from train.model_shape import ModelShape, RowShape
     from train.planner import Setting
+    from train.teacher import learned_answers, teacher_files
 
     model = load_config(config.model.path)
     if processes == 1:
@@ -79,12 +84,11 @@ def check(
             "--probe cannot time context.gradient=frozen, whose slices come from a store: leave "
             "it out, and time is counted from operations"
         )
-    shape = ModelShape.of(model)
+    shape = ModelShape.of(model, contextualizer_for(config, model))
     tables = load_built(config, "train")
-    links = None
-    if config.train.system == "kvlink" and (per_document := config.systems.kvlink.link_tokens):
-        links = Links(model.vocab_size, config.retrieval.k_c, per_document)
-    builder = ExampleBuilder(tables, template, Rope.from_config(model), config, links)
+    soft_tokens = numbered(model.vocab_size, soft_tokens_for(config, config.train.system))
+    rope = Rope.from_config(model)
+    builder = ExampleBuilder(tables, template, rope, config, soft_tokens)
     lengths = [builder.lengths(index) for index in track(range(len(tables.samples)), "lengths")]
 
     row_tokens = [length.row_tokens for length in lengths]
@@ -101,9 +105,15 @@ def check(
     memory = needs.memory(config, shape, row, single_row, setting, gpu_gib)
     space = needs.disk_space(config, shape, setting, builder.used_ranges if frozen else None)
     probed = needs.probe(config, longest, memory) if probe else None
+    said = None
+    if config.train.distillation is not None:
+        said = teacher_files(config, model, template, tables)
+        answers = learned_answers(config, said)
+        builder = ExampleBuilder(tables, template, rope, config, soft_tokens, answers)
     decode = cast(Callable[[Sequence[int]], str], tokenizer.decode)
     shown = order.step_samples(0)[:samples]
-    return {
+    time = needs.time_of(shape, row, setting, run_tokens, tflops, probed)
+    result: Result = {
         "samples": [_shown(builder, tables, decode, len(tokenizer), index) for index in shown],
         "counts": _counts(lengths, forms=2 if config.train.system == "block_attention" else 1)
         | {
@@ -113,10 +123,17 @@ def check(
             "tokens_of_the_run": run_tokens,
         },
         "memory": memory,
-        "time": needs.time_of(shape, row, setting, run_tokens, tflops, probed),
+        "time": time,
         "disk": space,
         "fits": memory["fits"] and space["fits"],
     }
+    if said is not None:
+        result["teacher"] = teacher_needs(
+            config, model, template, tables, said, order.samples_of(steps), setting, gpu_gib,
+            seconds_a_flop=3600 * time["hours"] / time["flops"],
+        )  # fmt: skip
+        result["fits"] = result["fits"] and result["teacher"]["fits"]
+    return result
 
 
 def _work(order: "BatchOrder", steps: int) -> tuple[int, int]:
@@ -169,16 +186,20 @@ def _shown(
     vocabulary: int,
     index: int,
 ) -> Result:
-    """One sample decoded: for each form its slices, its query, and what of it is learned."""
+    """One sample decoded: for each form its slices, its query, and what of it is learned.
+
+    What a teacher has still to answer is None.
+    """
     from cache_ops.plan import PROMPT
 
     def text(ids: Sequence[int]) -> str:
-        # Link tokens are no text.
-        parts = [(known, list(run)) for known, run in groupby(ids, lambda one: one < vocabulary)]
-        return "".join(decode(run) if known else "<link>" * len(run) for known, run in parts)
+        # Soft tokens and means are no text.
+        parts = groupby(ids, lambda one: "<mean>" if one < 0 else "<soft>" * (one >= vocabulary))
+        return "".join(name * len([*run]) if name else decode([*run]) for name, run in parts)
 
     row = tables.samples[index]
     sample = builder.sample(index)
+    known = builder.has_answer(index)
     forms = [
         {
             "slices": [
@@ -194,7 +215,7 @@ def _shown(
             ],
             "query_tokens": len(example.query_ids),
             "query": text(example.query_ids),
-            "learned": [text([token]) for token in example.answer_ids],
+            "learned": [text([token]) for token in example.answer_ids] if known else None,
         }
         for example in sample.examples
     ]

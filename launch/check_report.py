@@ -39,6 +39,8 @@ def render_check(result: Result, *, colours: bool = False) -> str:
     lines.append(
         f"time: {time['hours']:.3g} hours, from {time['source']}; {time['flops']:.3g} operations"
     )
+    if "teacher" in result:
+        lines.append(_teacher_line(result["teacher"]))
     disk = result["disk"]
     lines.append(f"disk: {_parts(disk['parts'])}")
     lines.append(
@@ -58,6 +60,9 @@ def _sample_lines(sample: Result, marks: tuple[str, str]) -> list[str]:
                 f"{_quoted(piece['text'])}"
             )
         lines.append(f"  query of {form['query_tokens']} tokens: {_quoted(form['query'])}")
+        if form["learned"] is None:
+            lines.append("  learned: the teacher's answer, which the training asks for first")
+            continue
         start, end = marks
         learned = "".join(f"{start}{_quoted(token)[1:-1]}{end}" for token in form["learned"])
         lines.append(f"  learned, {len(form['learned'])} tokens: {learned}")
@@ -76,6 +81,17 @@ def _memory_lines(memory: Result) -> list[str]:
         fits = "fits" if change["fits"] else "still too much"
         lines.append(f"  {change['change']}: {_size(change['gib'])}, {fits}")
     return lines
+
+
+def _teacher_line(teacher: Result) -> str:
+    if not teacher["tokens"]:
+        return "teacher: has been asked before"
+    return (
+        f"teacher: reads {teacher['tokens']:,} tokens before the first step, roughly "
+        f"{teacher['hours']:.3g} hours more; {_size(teacher['gib'])} a rank, keeps "
+        f"{_size(teacher['disk_gib'])} in data.built_root, {_size(teacher['free_gib'])} free: "
+        f"{_verdict(teacher['fits'])}"
+    )
 
 
 def _parts(parts: dict[str, float]) -> str:

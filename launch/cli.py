@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launch import ask, cache, check, cost, export
+from launch import ask, cache, check, cost, export, nuggets
 from launch.cache import UnrepairedError
 from launch.commands import (
     RECIPE_HELP,
@@ -23,6 +23,7 @@ from launch.commands import (
     compare,
     inject,
     train,
+    train_scorer,
     world,
 )
 from launch.training import Nodes
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("build", "Build training and dev tables from raw questions and passages."),
         ("train", "Fine-tune the model on the built training table."),
+        ("train-scorer", "Train the network of retrieval.hidden_ffn on the built train table."),
         ("compare", "Measure F1, EM and TTFT of systems, before and after fine-tuning."),
     ):
         command = add(name, text)
@@ -59,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_command(add)
     cost.add_command(add)
     export.add_command(add)
+    nuggets.add_command(add)
     command = add("world", "Write a fictional world of questions and passages.")
     command.add_argument("folder", metavar="OUT", help="folder for train.jsonl and dev.jsonl")
     command.add_argument("--train", type=_positive, default=1200, help="questions (default 1200)")
@@ -222,6 +225,8 @@ def _call(arguments: argparse.Namespace) -> Result:
                 nodes=Nodes(arguments.nodes, arguments.node_rank, arguments.head),
                 quiet_stdout=arguments.json,
             )
+        case "train-scorer":
+            return train_scorer(arguments.arguments)
         case "compare":
             return compare(arguments.arguments)
         case "ask":
@@ -257,6 +262,8 @@ def _call(arguments: argparse.Namespace) -> Result:
                 store=arguments.build_store,
                 questions=arguments.questions,
             )
+        case "nuggets":
+            return nuggets.nuggets(arguments.arguments, arguments.picture)
         case "inject":
             return inject(
                 arguments.questions,
@@ -299,9 +306,11 @@ def _show(arguments: argparse.Namespace, result: Result) -> None:
             print(cost.render(result))
         case "export":
             print(export.render(result))
+        case "nuggets":
+            print(nuggets.render(result))
         case "train":
             print(result["run_folder"])
-        case "world":
+        case "world" | "train-scorer":
             print(result["folder"])
         case "inject":
             print(f"{result['attacked']} of {result['questions']} questions attacked; measure with")

@@ -131,6 +131,21 @@ def train(
     return {"run_folder": folder, **outcome(Path(folder))}
 
 
+def train_scorer(arguments: Sequence[str]) -> Result:
+    """Train the nugget scorer of a recipe's `retrieval.hidden_ffn`; its folder and its report.
+
+    The same as `train/nugget_scorer.py`, in this process.
+    """
+    from recipes.resolve import resolve
+
+    resolved = resolve(arguments)
+    from train.scorer_run import train_scorer as train_its_scorer
+
+    folder = train_its_scorer(resolved)
+    report: Result = json.loads((folder / "report.json").read_text("utf-8"))
+    return {"folder": str(folder), **report}
+
+
 def compare(arguments: Sequence[str]) -> Result:
     """Compare the systems and checkpoints of a recipe; the content of `compare.json`."""
     from recipes.resolve import resolve

@@ -44,14 +44,14 @@ def memory(
         gpu_gib: memory of a rank's device; None: that of this machine.
     """
     needed = peak_memory(shape, row, setting)
-    available, place = _available(setting.ranks, gpu_gib)
-    fits = needed.device_total <= available
-    changes = [] if fits else list(_changes(config, shape, row, single, setting, available))
+    there, place = available(setting.ranks, gpu_gib)
+    fits = needed.device_total <= there
+    changes = [] if fits else list(_changes(config, shape, row, single, setting, there))
     return {
         "parts": _gib(needed.device),
         "host_parts": _gib(needed.host),
         "gib": needed.device_total / _GIB,
-        "available_gib": available / _GIB,
+        "available_gib": there / _GIB,
         "available_on": place,
         "fits": fits,
         "changes": changes,
@@ -120,7 +120,7 @@ def _is_trainable(config: Recipe, setting: Setting) -> bool:
     return True
 
 
-def _available(ranks: int, gpu_gib: float | None) -> tuple[float, str]:
+def available(ranks: int, gpu_gib: float | None) -> tuple[float, str]:
     """Bytes for each rank, and on what."""
     if gpu_gib is not None:
         return gpu_gib * _GIB, "the given GPU"
@@ -179,12 +179,15 @@ def probe(config: Recipe, batch: PackedBatch, estimate: Result) -> float:
             f"{estimate['available_gib']:.1f} GiB; without --probe the check says what would fit"
         )
     from cache_ops.attention import enable_packed
+    from cache_ops.contextualizer import contextualizer_of
     from train.attention import attention_kernel
+    from train.beside import put_beside
     from train.optim import trainable_model
     from train.step import answer_loss
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = trainable_model(config)
+    put_beside(trained, config, Path(config.model.path))
     enable_packed(trained, attention_kernel(config, trained.config, device))
     model: torch.nn.Module = trained
     model.to(device)
@@ -194,7 +197,7 @@ def probe(config: Recipe, batch: PackedBatch, estimate: Result) -> float:
     for _ in range(2):
         started = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            logits_1AV = model(**batch.model_inputs()).logits
+            logits_1AV = model(**batch.model_inputs(contextualizer_of(trained))).logits
         answer_loss(logits_1AV[0], batch.labels_A).backward()
         _wait(device)
         seconds = time.perf_counter() - started

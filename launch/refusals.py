@@ -11,10 +11,12 @@ from recipes.resolve import Resolved
 from recipes.sharding import Sharding
 from train.adapters import invocation_ids, refuse_quantized, with_adapter
 from train.attention import attention_kernel
+from train.context import computes_slices, refuse_storeless
 from train.lineage import check_lineage
 from train.optim import check_optimizer
 from train.run_folder import refuse_unwritable, refuse_used
 from train.sharding import refuse_unsharable
+from train.teacher import check_distillation
 from train.trackers import refuse_missing_trackers
 
 
@@ -47,11 +49,15 @@ def refuse_untrainable(
     check_lineage(resolved, tokenizer, report=False)
     check_optimizer(config)
     refuse_quantized(model)
+    check_distillation(config, model)
     if train.tuning == "lora":
         with torch.device("meta"):
             with_adapter(AutoModelForCausalLM.from_config(model), train.lora)
         if train.lora.activated:
             invocation_ids(template)
+    split = sharding not in ("ddp", "zero2")
+    if config.context.gradient == "frozen" and not computes_slices(config, split=split):
+        refuse_storeless(config)
     if here:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         attention_kernel(config, model, device)

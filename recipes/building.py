@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from recipes.section import (
     Device,
     Fraction,
+    Natural,
     Positive,
     Section,
     Text,
@@ -114,6 +115,9 @@ class NuggetsConfig(Section):
     extractor: Literal["rules", "llm", "local_model"] = "rules"
     # Similarity from which a fuzzy match is taken; null: exact matches only.
     fuzzy_threshold: Fraction | None = 0.7
+    # Sentences on each side that a nugget's slice takes along. Scored is the nugget's own text; by
+    # the generator's hidden states (retrieval.hidden_ffn.vectors) it is the slice.
+    neighbour_sentences: Natural = 0
     llm: LlmConfig | None = None
     local_model: LocalModelConfig | None = None
 
@@ -123,67 +127,6 @@ class NuggetsConfig(Section):
             raise mistake(
                 f"nuggets.extractor {self.extractor} needs the section nuggets.{self.extractor}",
                 at=f"nuggets.{self.extractor}",
-            )
-        return self
-
-
-Weight = Annotated[float, Field(ge=0.0)]
-
-
-class RetrievalWeights(Section):
-    """What each of BGE-M3's scores counts in the score of a text."""
-
-    dense: Weight = 1.0
-    sparse: Weight = 0.0
-    colbert: Weight = 0.0
-
-    @model_validator(mode="after")
-    def _something_counts(self) -> Self:
-        if not (self.dense or self.sparse or self.colbert):
-            raise mistake("expected a weight above 0")
-        return self
-
-
-class RetrievalConfig(Section):
-    encoder: Text
-    encoder_kind: Literal["bge_m3", "flag_cls", "flag_mean"] = "bge_m3"
-    weights: RetrievalWeights = RetrievalWeights()
-    # Ranks chunks by reciprocal rank fusion of the encoder's ranking and BM25's.
-    bm25: bool = False
-    # contexts: a question is searched in its own passages; corpus: in all passages of the split.
-    candidates: Literal["contexts", "corpus"] = "contexts"
-    # one_stage: the best nuggets of all candidates, without choosing chunks first.
-    selection: Literal["two_stage", "one_stage"] = "two_stage"
-    k_c: Positive = 5
-    k: Positive = 10
-    order: Literal["rank_then_document", "score"] = "rank_then_document"
-    overlap: Literal["merge", "keep"] = "merge"
-    # Texts a forward pass. null: 32 on a GPU; 1 on a CPU, where padding costs more than batches
-    # gain and a vector's bits then do not depend on which texts it was encoded with.
-    batch_size: Positive | None = None
-    device: Device = "cpu"
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
-        if self.encoder_kind != "bge_m3":
-            for name in ("sparse", "colbert"):
-                if getattr(self.weights, name):
-                    raise mistake(
-                        f"{name} scores need encoder_kind bge_m3, got {self.encoder_kind}",
-                        at=f"retrieval.weights.{name}",
-                        involves="retrieval.encoder_kind",
-                    )
-        if self.candidates == "corpus" and not self.weights.dense:
-            raise mistake(
-                "a corpus is searched by dense vectors first: expected a weight above 0",
-                at="retrieval.weights.dense",
-                involves="retrieval.candidates",
-            )
-        if self.bm25 and self.selection == "one_stage":
-            raise mistake(
-                "BM25 helps to choose chunks, which one_stage does not do",
-                at="retrieval.bm25",
-                involves="retrieval.selection",
             )
         return self
 

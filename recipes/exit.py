@@ -39,21 +39,32 @@ def run(function: Callable[[], object]) -> Ending:
     except KeyboardInterrupt:
         ending = Ending(INTERRUPTED, "interrupted")
         print("interrupted", file=sys.stderr)
+        _leave(ending)
     except Exception as error:
         ending = Ending(USERS if is_users(error) else OURS, str(error) or type(error).__name__)
+        first = _leave(ending)
         if ending.status == OURS:
             traceback.print_exc()
-        elif os.environ.get("LOCAL_RANK", "0") == "0":
-            # Every rank meets the same mistake; one of each machine tells it.
+        elif first:
+            # All ranks may meet the same mistake; one of each machine tells it.
             print(f"error: {error}", file=sys.stderr)
     else:
         ending = Ending(OK)
-    status_file = os.environ.get(STATUS_FILE_VARIABLE)
-    if status_file and ending.status != OK:
-        # Ranks that lose their connection to the first one that failed come after it.
-        with suppress(FileExistsError), Path(status_file).open("x", encoding="utf-8") as file:
-            file.write(json.dumps(ending._asdict()))
     return ending
+
+
+def _leave(ending: Ending) -> bool:
+    """Leaves it in the status file, unless another rank has; whether this process comes first.
+
+    Ranks that lose their connection to the first one that failed come after it.
+    """
+    status_file = os.environ.get(STATUS_FILE_VARIABLE)
+    if not status_file:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    with suppress(FileExistsError), Path(status_file).open("x", encoding="utf-8") as file:
+        file.write(json.dumps(ending._asdict()))
+        return True
+    return False
 
 
 def run_main(function: Callable[[], object]) -> int:

@@ -80,11 +80,18 @@ def nearest_option(path: str, model: type[BaseModel] = Recipe) -> str | None:
 
 
 def required_options(path: str, model: type[BaseModel] = Recipe) -> list[str]:
-    """The options without a default at or below the dotted `path`."""
+    """The options without a default at or below the dotted `path`, but for sections with one."""
+    optional = [
+        f"{name}."
+        for name, field in sections(model)
+        if name.startswith(f"{path}.") and not field.is_required()
+    ]
     return [
         name
         for name, field in options(model)
-        if field.is_required() and (name == path or name.startswith(f"{path}."))
+        if field.is_required()
+        and (name == path or name.startswith(f"{path}."))
+        and not name.startswith(tuple(optional))
     ] or [path]
 
 

@@ -9,9 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from recipes.building import BuildConfig, DataConfig, NuggetsConfig, RaftConfig, RetrievalConfig
-from recipes.context import ContextConfig
+from recipes.building import BuildConfig, DataConfig, NuggetsConfig, RaftConfig
+from recipes.context import CONTEXTUALIZED, ContextConfig
 from recipes.evaluation import EvalConfig
+from recipes.retrieval import RetrievalConfig
+from recipes.scorer import ScorerConfig
 from recipes.section import (
     Positive,
     Prose,
@@ -94,6 +96,7 @@ class Recipe(Section):
     systems: SystemsConfig = SystemsConfig()
     store: StoreConfig = StoreConfig()
     train: TrainConfig
+    scorer: ScorerConfig = ScorerConfig()
     eval: EvalConfig = EvalConfig()
 
     @field_validator("retrieval")
@@ -123,6 +126,21 @@ class Recipe(Section):
 
     @field_validator("train")
     @classmethod
+    def _prefix_can_be_corrected(cls, section: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        context = info.data.get("context")
+        if context is None or context.contextualizer is None:
+            return section
+        if section.system not in CONTEXTUALIZED:
+            raise mistake(
+                "a contextualizer corrects prefixes that are all slices: expected null, or "
+                f"train.system coinrag or turborag, got it with {section.system}",
+                at="context.contextualizer",
+                involves="train.system",
+            )
+        return section
+
+    @field_validator("train")
+    @classmethod
     def _base_encodes_context(cls, section: TrainConfig, info: ValidationInfo) -> TrainConfig:
         context = info.data.get("context")
         if context is None or section.tuning != "lora" or not section.lora.activated:
@@ -139,6 +157,13 @@ class Recipe(Section):
                 f"an activated adapter acts from the query on, and {section.system} computes more "
                 "with the trained weights: expected coinrag or turborag",
                 at="train.system",
+                involves="train.lora.activated",
+            )
+        if section.system == "coinrag" and context.packets is not None:
+            raise mistake(
+                "an activated adapter acts from the query on, and packet tokens come before it: "
+                "expected null",
+                at="context.packets",
                 involves="train.lora.activated",
             )
         return section

@@ -60,10 +60,25 @@ class EvaluateConfig(Section):
     sample_answers: Natural = 3
 
 
+class DistillationConfig(Section):
+    """A teacher beside the answers: the model that the run starts from, reading whole chunks."""
+
+    # Of KL(teacher || student) in the loss; cross-entropy has the rest.
+    weight: Fraction = 0.5
+    # Of both distributions; the divergence counts times its square.
+    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
+    # gold: the data's; teacher: its own greedy ones, of at most eval.max_new_tokens.
+    answers: Literal["gold", "teacher"] = "gold"
+    # How many of the most likely tokens it tells apart, all others counting as one; null: all of
+    # the vocabulary. 8 bytes an answer token for each.
+    top_k: Positive | None = 64
+
+
 class TrainConfig(Section):
     # Whose prefixes are trained on; block_attention learns each sample in full and in blocks.
     system: TrainedSystem = "coinrag"
-    tuning: Literal["full", "lora"] = "full"
+    # none: the weights stay as they are, and only what is trained beside them learns (soft tokens).
+    tuning: Literal["full", "lora", "none"] = "full"
     lora: LoraConfig = LoraConfig()
     # A finished run whose weights this one starts from; null: those of model.path.
     init_from: Text | None = None
@@ -99,6 +114,7 @@ class TrainConfig(Section):
     resume: bool = False
     run_folder: Text
     evaluate: EvaluateConfig | None = None
+    distillation: DistillationConfig | None = None
     # A loss or gradient norm above so many times the median of the last steps is logged with its
     # questions.
     spike_factor: Annotated[float, Field(gt=1.0)] = 4.0

@@ -54,7 +54,8 @@ def slow_pass(
     # Only the frequencies come from the model; YaRN's factor is in its tables.
     tables = body.rotary_emb(torch.zeros(1), places[None])
     cosine, sine = tables[0][0][:, None], tables[1][0][:, None]
-    hidden = {row: body.embed_tokens.weight[ids[row]] for row in rows}
+    embedded = body.embed_tokens(torch.tensor(ids))
+    hidden = {row: embedded[row] for row in rows}
     done = Pass(torch.empty(0), [], [])
     for number, layer in enumerate(body.layers):
         attention = layer.self_attn

@@ -18,6 +18,12 @@ from recipes.training import TrainConfig
 from train.grouping import group_by_chunks
 
 
+def shuffled(samples: int, seed: int, epoch: int = 0) -> list[int]:
+    """The order in which an epoch sees so many samples, where none are to meet."""
+    order: list[int] = np.random.default_rng((seed, epoch)).permutation(samples).tolist()
+    return order
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Sample indices of one packed forward pass.
@@ -96,6 +102,12 @@ class BatchOrder:
         samples, _, place = self._step(step)
         return samples[place]
 
+    def samples_of(self, steps: int) -> set[int]:
+        """Sample indices of the first `steps` steps."""
+        if steps >= self.steps_per_epoch:
+            return set(range(len(self.tokens)))
+        return {sample for step in range(steps) for sample in self.step_samples(step)}
+
     def micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """The passes of one rank in a step; every rank has as many."""
         shortest = min(self.step_samples(step), key=self.tokens.__getitem__)
@@ -135,12 +147,12 @@ class BatchOrder:
         return *self._epochs[epoch], slice(first, first + self.effective_batch)
 
     def _order(self, epoch: int) -> tuple[list[int], list[int]]:
-        shuffled = np.random.default_rng((self.seed, epoch)).permutation(len(self.tokens)).tolist()
+        samples = shuffled(len(self.tokens), self.seed, epoch)
         if self.chunks is None:
-            return shuffled, shuffled
+            return samples, samples
         most_tokens = self.micro_batch_tokens or math.inf
         groups = group_by_chunks(
-            shuffled, self.chunks, self.tokens, most=self.micro_batch, most_tokens=most_tokens
+            samples, self.chunks, self.tokens, most=self.micro_batch, most_tokens=most_tokens
         )
         numbers = [number for number, group in enumerate(groups) for _ in group]
         return [sample for group in groups for sample in group], numbers

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cache_ops.links import save_links, take_links
 from recipes.errors import UserError
 from recipes.training import TrainConfig
 from train.adapters import mark_activated, merge
+from train.beside import take_beside
 from train.history import state_step, states
 from train.ranks import from_main
 from train.run_folder import replace_folder, told_unwritable
@@ -103,7 +103,7 @@ def load_state(
     folder = run_folder / "state" / f"step-{step:08d}"
     found = json.loads((folder / _PROGRESS).read_text("utf-8"))
     made_with = found["made_with"]
-    _check_circumstances(made_with, accelerator, train)
+    _check_circumstances(made_with, accelerator, model)
     files = TensorFiles.open(folder)
     put_state(accelerator, model, optimizer, files.files, files.read)
     if made_with["ranks"] == accelerator.num_processes:
@@ -167,30 +167,27 @@ def save_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    link_tokens: int = 0,
     invocation: list[int] | None = None,
 ) -> None:
     """Writes `checkpoint`, with tokenizer, chat template and generation settings.
 
     LoRA also writes `adapter`; its checkpoint is the merged model, so that both kinds load alike.
-    Link tokens, `link_tokens` for each document, lie in a file beside the weights of both.
+    What was trained beside the weights lies in files of its own beside both.
 
     Args:
         run_folder: where to.
         model: whole, on this rank; it is taken apart.
         tokenizer: goes along.
-        link_tokens: for each document.
         invocation: the tokens from which an activated adapter acts on.
 
     Raises:
         UserError: it cannot be written (no room, no right), or not be merged.
     """
-    links_ND = take_links(model)
+    write_beside = take_beside(model)
 
     def write_weights(folder: Path) -> None:
         model.save_pretrained(folder, max_shard_size=FILE_BYTES)
-        if links_ND is not None:
-            save_links(folder, links_ND, link_tokens)
+        write_beside(folder)
 
     def write_adapter(folder: Path) -> None:
         write_weights(folder)
@@ -281,15 +278,14 @@ def _circumstances(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _check_circumstances(
-    before: dict[str, Any], accelerator: Accelerator, train: TrainConfig
+    before: dict[str, Any], accelerator: Accelerator, model: nn.Module
 ) -> None:
     now = _circumstances(accelerator)
-    if before["ranks"] != now["ranks"] and train.tuning == "lora" and train.lora.dropout:
+    if before["ranks"] != now["ranks"] and (drawing := _dropouts(model)):
         raise UserError(
             f"train.resume=true: the last state is of {before['ranks']} ranks, now there are "
-            f"{now['ranks']}; train.lora.dropout={train.lora.dropout} draws random numbers on each "
-            f"rank, so this would be another run: train on {before['ranks']} ranks, or begin a new "
-            "run"
+            f"{now['ranks']}; {drawing} draws random numbers on each rank, so this would be "
+            f"another run: train on {before['ranks']} ranks, or begin a new run"
         )
     changed = [
         f"{name} {before[name]} -> {value}" for name, value in now.items() if before[name] != value
@@ -298,6 +294,17 @@ def _check_circumstances(
         logger.warning(
             "resumed with %s: the same steps up to rounding, not bit by bit", ", ".join(changed)
         )
+
+
+def _dropouts(model: nn.Module) -> str:
+    """What of a model is dropped out at random in training, in words; empty: nothing."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            found["train.lora.dropout" if "lora_dropout" in name else f"{name}.p"] = module.p
+        if chance := getattr(module, "attention_dropout", 0.0):
+            found["the model's attention_dropout"] = chance
+    return " and ".join(f"{name}={chance}" for name, chance in found.items())
 
 
 def _remove(folders: Iterable[Path]) -> None:

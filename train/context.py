@@ -76,39 +76,60 @@ def open_frozen_context(
     used_ranges: Callable[[], list[UsedRanges]],
     *,
     writable: bool,
+    split: bool = False,
 ) -> FrozenContext:
     """Opens the base model's slices for a run of `model`, which is still untrained.
 
-    Under LoRA the base weights compute what is missing, and with `writable` a store keeps it. Full
-    fine-tuning leaves no base weights to compute with: a store must hold every slice of
+    Where the base weights stay they compute what is missing, and with `writable` a store keeps it.
+    See `computes_slices` for when they do not, so that a store must hold every slice of
     `used_ranges()`.
 
     Raises:
-        UserError: full fine-tuning, and slices that are not in a store.
+        UserError: slices that are not in a store, and that could not be computed.
         ForeignStoreError, StoreError: see `data_builders.kv.open_store`.
     """
-    has_adapter = config.train.tuning == "lora"
+    has_base = config.train.tuning != "full"
+    computes = computes_slices(config, split=split)
     store = open_store(
         config,
         model,
         tokenizer,
         "base",
-        base_weights_only=has_adapter,
-        create=has_adapter and writable,
+        base_weights_only=has_base,
+        create=computes and writable,
     )
-    if not has_adapter:
+    if not computes:
         refuse_missing(config, store, used_ranges())
     supply = supply_over(
         config,
         model,
         store,
-        base_weights_only=has_adapter,
-        writable=has_adapter and writable,
-        compute=has_adapter,
+        base_weights_only=has_base,
+        writable=computes and writable,
+        compute=computes,
         # Beside a step it costs nothing, and no one sees what a wrong slice has taught a model.
         always_check=True,
     )
     return FrozenContext(supply, model.dtype)
+
+
+def computes_slices(config: Recipe, *, split: bool) -> bool:
+    """Whether a rank that lacks a slice of a frozen context computes it.
+
+    Full fine-tuning leaves no base weights to compute with, and of weights that are `split` between
+    ranks no rank has more than its part.
+    """
+    return config.train.tuning != "full" and not split
+
+
+def refuse_storeless(config: Recipe) -> None:
+    """Refuses a run that computes no slices and names no store.
+
+    Raises:
+        UserError
+    """
+    if not config.store.folder:
+        raise _unstored(config, "store.folder is not set")
 
 
 def refuse_missing(config: Recipe, store: Store | None, used: Sequence[UsedRanges]) -> None:
@@ -128,9 +149,20 @@ def refuse_missing(config: Recipe, store: Store | None, used: Sequence[UsedRange
     if missing:
         folder = store_folder(config, "base")
         place = f"the store at {folder}" if folder else "a store (store.folder is not set)"
-        raise UserError(
-            f"context.gradient=frozen with train.tuning=full changes the base weights, so all "
-            f"slices must be stored before; {missing} of {len(used)} chunks (the prompt counts as "
-            f"one) are not in {place}: set store.folder and run `coinrag cache build` with this "
-            "recipe, or use train.tuning=lora"
+        raise _unstored(
+            config,
+            f"{missing} of {len(used)} chunks (the prompt counts as one) are not in {place}",
         )
+
+
+def _unstored(config: Recipe, found: str) -> UserError:
+    tuning = config.train.tuning
+    why, instead = "changes the base weights", "train.tuning=lora"
+    if tuning != "full":
+        why = "computes no slices where ranks split the weights (ZeRO-3, FSDP2)"
+        instead = "--sharding ddp or zero2"
+    return UserError(
+        f"context.gradient=frozen with train.tuning={tuning} {why}, so all slices must be stored "
+        f"before; {found}: set store.folder and run `coinrag cache build` with this recipe, or use "
+        f"{instead}"
+    )

@@ -11,21 +11,25 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from cache_ops.contextualizer import CONTEXTUALIZER_FILE, contextualizer_saved_in
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.hf import load_model
-from cache_ops.links import LINKS_FILE, links_saved_in
 from cache_ops.records import StoreDtype
+from cache_ops.soft_tokens import SOFT_TOKENS_FILE, soft_tokens_saved_in
 from data_builders.build import built_folder
 from data_builders.encoder import encoder_identity
 from data_builders.key import SPLITS, Split, tokenizer_identity
 from data_builders.models import folder_identity, model_folder
 from data_builders.prompt import PromptTemplate
+from data_builders.scorers import used_cross_encoder
+from data_builders.scorers.cross_encoder import cross_encoder_key
+from data_builders.scorers.hidden_ffn import ffn_key
 from recipes.exit import is_users
 from recipes.schema import Recipe
 from train.history import read_metrics
 from train.lineage import starting_weights
 
-FORMAT = 1
+FORMAT = 2
 _T = TypeVar("_T")
 _EVALUATED = ("questions", "f1", "em", "stop_rate")
 _MEASURED = ("arm", "k_c", "k", "questions", "f1", "f1_low", "f1_high", "em", "stop_rate")
@@ -77,10 +81,17 @@ def contract(
     }
     if config.train.system != "standard_rag":
         described["context"] = _context(config, tokenizer, weights, dtype)
-    if per_document := links_saved_in(weights):
-        documents = config.retrieval.k_c
-        links = {"file": LINKS_FILE, "a_document": per_document, "documents": documents}
-        described["link_tokens"] = links
+    if groups := soft_tokens_saved_in(weights):
+        described["soft_tokens"] = {
+            "file": SOFT_TOKENS_FILE,
+            "groups": {
+                name: {"places": places, "tokens_a_place": tokens}
+                for name, (places, tokens) in groups.items()
+            },
+        }
+    if (spec := contextualizer_saved_in(weights)) is not None:
+        # Before the query sees the prefix, in every layer.
+        described["contextualizer"] = {"file": CONTEXTUALIZER_FILE, **spec.options}
     if adapter is not None:
         described["adapter"] = {
             "base_model": base,
@@ -136,10 +147,23 @@ def _retrieval(config: Recipe) -> dict[str, Any]:
         "kind": config.retrieval.encoder_kind,
         "sha256": _at_hand(lambda: encoder_identity(encoder)),
     }
+    if (read_together := used_cross_encoder(config.retrieval)) is not None:
+        options["rerank_chunks"] = config.retrieval.rerank_chunks
+        options["cross_encoder"] = {
+            "path": read_together.path,
+            "sha256": _at_hand(lambda: cross_encoder_key(read_together)["sha256"]),
+            "max_tokens": read_together.max_tokens,
+        }
     if config.train.system == "coinrag":
-        nuggets = config.nuggets
-        options |= {"k": config.retrieval.k, "nuggets": {"extractor": nuggets.extractor}}
-        options["nuggets"]["fuzzy_threshold"] = nuggets.fuzzy_threshold
+        chosen = {"nugget_scorer", "k", "budget", "min_score"}
+        options |= config.retrieval.model_dump(mode="json", include=chosen)
+        found = {"extractor", "fuzzy_threshold", "neighbour_sentences"}
+        if config.retrieval.hidden_ffn is not None and options["nugget_scorer"] == "hidden_ffn":
+            options["hidden_ffn"] = {
+                **config.retrieval.hidden_ffn.model_dump(mode="json"),
+                "sha256": _at_hand(lambda: ffn_key(config)["sha256"]),
+            }
+        options["nuggets"] = config.nuggets.model_dump(mode="json", include=found)
     return options
 
 
@@ -154,6 +178,7 @@ def _prefix(config: Recipe) -> dict[str, Any]:
                 "overlap": retrieval.overlap,
                 "encoding": context.encoding,
                 "positions": context.positions,
+                **context.asked(),
             }
         case "turborag":
             return {"of": "chunks", "positions": config.systems.turborag.positions}

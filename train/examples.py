@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache_ops.layout import Layout, computed, linked_chunks, whole_chunks
-from cache_ops.links import Links
 from cache_ops.packing import Example, PackedBatch, pack, pack_over_prefix, used_tokens
-from cache_ops.plan import PROMPT, PrefixPlan, Span, isolated, plan_prefix
+from cache_ops.plan import PROMPT, Span
 from cache_ops.rope import Rope
+from cache_ops.soft_tokens import SoftTokens
 from cache_ops.store.stored import union_ranges
+from data_builders.prefix import nugget_prefix
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Tables
 from recipes.errors import UserError
@@ -57,14 +58,26 @@ class ExampleBuilder:
         template: PromptTemplate,
         rope: Rope,
         config: Recipe,
-        links: Links | None = None,
+        soft_tokens: Mapping[str, SoftTokens] | None = None,
+        answers: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
+        """Builds from the samples of `tables`.
+
+        `answers` are the tokens that a teacher's answers have, by sample, for a recipe that learns
+        these. Where they are not there yet, the longest possible stand in for them, and room for
+        these is always kept: a prefix does not depend on an answer.
+        """
         self._tables = tables
         self._template = template
         self._rope = rope
         self._config = config
-        self._links = links
+        self._soft_tokens = soft_tokens or {}
         self._samples = tables.samples
+        distillation = config.train.distillation
+        self._answers = answers or {}
+        self._longest: list[int] = []
+        if distillation is not None and distillation.answers == "teacher":
+            self._longest = [min(template.stop_ids)] * config.eval.max_new_tokens
 
     def lengths(self, index: int) -> Lengths:
         """Token counts of one sample; the same errors as `sample`."""
@@ -92,6 +105,10 @@ class ExampleBuilder:
         ids: list[str] = self._samples[list(indices)]["question_id"]
         return ids
 
+    def has_answer(self, index: int) -> bool:
+        """Whether the answer of a sample is known, or a teacher has still to give it."""
+        return index in self._answers or not self._longest
+
     def sample(self, index: int) -> Sample:
         """The forms of one sample.
 
@@ -104,16 +121,12 @@ class ExampleBuilder:
                 long; names the question.
         """
         row = self._samples[index]
-        if not (row["answers"] and row["answers"][0].strip()):
-            raise UserError(
-                f"question {row['question_id']!r} of {row['dataset']} has no answer to learn (its "
-                "first one is empty): give it one, or leave it out, and build again"
-            )
         query_ids = self._template.query_ids(row["question"])
-        answer_ids = self._template.answer_ids(row["answers"][0])
-        room = self._config.train.max_length_tokens - len(query_ids) - len(answer_ids)
+        answer_ids = self._answers.get(index, self._longest) or self._answer_ids(row)
+        own_tokens = len(query_ids) + max(len(answer_ids), len(self._longest))
+        room = self._config.train.max_length_tokens - own_tokens
         if room < len(self._template.prompt_ids):
-            needed = len(self._template.prompt_ids) + len(query_ids) + len(answer_ids)
+            needed = len(self._template.prompt_ids) + own_tokens
             raise UserError(
                 f"question {row['question_id']!r}: prompt, question and answer take {needed} "
                 f"tokens without any passage, more than train.max_length_tokens "
@@ -127,6 +140,14 @@ class ExampleBuilder:
             layouts, segments = self._forms(row, kept)
         examples = [Example.of(layout, query_ids, answer_ids) for layout in layouts]
         return Sample(examples, segments, pieces - kept, kept)
+
+    def _answer_ids(self, row: Mapping[str, Any]) -> list[int]:
+        if not (row["answers"] and row["answers"][0].strip()):
+            raise UserError(
+                f"question {row['question_id']!r} of {row['dataset']} has no answer to learn (its "
+                "first one is empty): give it one, or leave it out, and build again"
+            )
+        return self._template.answer_ids(row["answers"][0])
 
     def micro_batch(
         self, indices: Sequence[int], frozen: FrozenContext | None = None
@@ -170,15 +191,15 @@ class ExampleBuilder:
         else:
             chunk_ids = chunk_ids[:kept]
         chunks = {chunk: self._tables.chunk(chunk).token_ids for chunk in chunk_ids}
-        segments = {PROMPT: prompt_ids} | chunks
+        segments: Mapping[str, Sequence[int]] = {PROMPT: prompt_ids} | chunks
         lengths = [(chunk, len(ids)) for chunk, ids in chunks.items()]
         text = [*prompt_ids, *(token for ids in chunks.values() for token in ids)]
         match config.train.system:
             case "coinrag":
-                plan = self._plan(row, spans)
-                if config.context.encoding == "isolated":
-                    plan, segments = isolated(plan, segments, config.context.positions)
-                return [Layout(plan)], segments
+                layout, segments = nugget_prefix(
+                    config, spans, segments, row["chunk_ids"], self._soft_tokens
+                )
+                return [layout], segments
             case "standard_rag":
                 return [computed(text)], segments
             case "turborag":
@@ -187,18 +208,9 @@ class ExampleBuilder:
             case "block_attention":
                 return [whole_chunks(lengths, len(prompt_ids)), computed(text)], segments
             case "kvlink":
-                links = self._links.ids(len(chunks)) if self._links else [[]] * len(chunks)
+                group = self._soft_tokens.get("links")
+                links = group.ids(len(chunks)) if group else [[]] * len(chunks)
                 return [linked_chunks(lengths, len(prompt_ids), links)], segments
-
-    def _plan(self, row: Mapping[str, Any], spans: Sequence[Span]) -> PrefixPlan:
-        return plan_prefix(
-            spans,
-            prompt_length=len(self._template.prompt_ids),
-            chunk_ranks=row["chunk_ids"],
-            order=self._config.retrieval.order,
-            overlap=self._config.retrieval.overlap,
-            positions=self._config.context.positions,
-        )
 
 
 def sample_spans(row: Mapping[str, Any]) -> list[Span]:

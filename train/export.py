@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from cache_ops.hf import load_tokenizer
-from cache_ops.links import LINKS_FILE
 from data_builders.models import model_folder
 from data_builders.prompt import PromptTemplate
 from recipes.errors import UserError
 from recipes.files import write_text
 from recipes.schema import Recipe
+from train.beside import BESIDE_FILES
 from train.contract import contract
 from train.run_folder import CONTRACT_FILE, finished_run
 from train.shards import SHARD_BYTES, Dtype, copy_weights, tensor_bytes
@@ -132,7 +132,7 @@ def write_export(
         run: what to export, see `check_form`.
         folder: where to.
         form: the whole model, or the adapter alone.
-        dtype: of the weights; None: as the run has left them. Link tokens stay in fp32.
+        dtype: of the weights; None: as the run has left them. Soft tokens stay in fp32.
         exported_with: versions, date and commit, for the lineage.
         shard_bytes: of the largest file of weights, unless a single tensor is larger.
 
@@ -167,13 +167,13 @@ def write_export(
 
 
 def _beside_weights(checkpoint: Path) -> list[Path]:
-    """Tokenizer, chat template and link tokens."""
+    """Tokenizer, chat template and what was trained beside the weights."""
     written = ("config.json", "generation_config.json", "model.safetensors.index.json")
     return [
         path
         for path in sorted(checkpoint.iterdir())
         if path.is_file()
-        and (path.suffix != ".safetensors" or path.name == LINKS_FILE)
+        and (path.suffix != ".safetensors" or path.name in BESIDE_FILES)
         and path.name not in written
     ]
 

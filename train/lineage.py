@@ -7,11 +7,11 @@ from transformers import PreTrainedTokenizerBase
 
 from cache_ops.fingerprint import describe_rope
 from cache_ops.hf import load_config, load_tokenizer
-from cache_ops.links import links_saved_in
 from data_builders.key import tokenizer_identity
 from recipes.errors import UserError
 from recipes.resolve import Resolved
 from recipes.schema import Recipe
+from train.beside import check_beside
 from train.run_folder import changes, finished_run
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def starting_weights(config: Recipe) -> str:
 
 
 def check_lineage(resolved: Resolved, tokenizer: PreTrainedTokenizerBase, *, report: bool) -> None:
-    """Passes a recipe whose `train.init_from`, if any, has weights for it.
+    """Passes a recipe whose `train.init_from`, or else `model.path`, has weights for it.
 
     Args:
         resolved: the recipe.
@@ -39,11 +39,13 @@ def check_lineage(resolved: Resolved, tokenizer: PreTrainedTokenizerBase, *, rep
 
     Raises:
         UserError: there is no finished run, or it is of another architecture, tokenizer or number
-            of link tokens, or the context is frozen.
+            of soft tokens, or the context is frozen.
+        SoftTokensError, ContextualizerError: see `train.beside.check_beside`.
         ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_config`.
     """
     config = resolved.config
     if config.train.init_from is None:
+        check_beside(config, Path(config.model.path), f"model.path {config.model.path}")
         return
     run = Path(config.train.init_from)
     earlier = finished_run(run, "train.init_from")
@@ -73,20 +75,10 @@ def check_lineage(resolved: Resolved, tokenizer: PreTrainedTokenizerBase, *, rep
             "train.init_from starts from others: use context.gradient=full or detach, or set "
             f"model.path={checkpoint} in place of train.init_from"
         )
-    _check_links(config, checkpoint)
+    check_beside(config, checkpoint, f"train.init_from {run}")
     if report:
         changed = [
             line for line in changes(earlier, resolved) if not line.startswith("train.init_from:")
         ]
         told = ":\n  " + "\n  ".join(changed) if changed else " are the same"
         logger.info("starts from the weights of %s; settings there -> here%s", run, told)
-
-
-def _check_links(config: Recipe, checkpoint: Path) -> None:
-    """Passes link tokens of the number that the recipe asks for, or a recipe that asks for none."""
-    there, wanted = links_saved_in(checkpoint), config.systems.kvlink.link_tokens
-    if config.train.system == "kvlink" and wanted and there not in (0, wanted):
-        raise UserError(
-            f"train.init_from {checkpoint.parent} has {there} link tokens a document, "
-            f"systems.kvlink.link_tokens asks for {wanted}: set it to {there}"
-        )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from cache_ops.contextualizer import ContextualizerSpec
 from cache_ops.packing import PackedBatch
 from cache_ops.rope import head_dim
 
@@ -31,10 +32,12 @@ class ModelShape:
     linears: Mapping[str, tuple[int, int]]
     """Inputs and outputs of each linear module of a layer, by the last part of its name."""
     parameters: int
+    """Without those of what is trained beside the weights."""
     layer_parameters: int
+    contextualizer: ContextualizerSpec | None = None
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> Self:
+    def of(cls, config: PreTrainedConfig, contextualizer: ContextualizerSpec | None = None) -> Self:
         """The shape of the causal LM of a config that has passed `hf.check_supported`."""
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
@@ -57,12 +60,18 @@ class ModelShape:
             linears=linears,
             parameters=sum(weight.numel() for weight in model.parameters()),
             layer_parameters=sum(weight.numel() for weight in layer.parameters()),
+            contextualizer=contextualizer,
         )
 
     @property
     def embedding_parameters(self) -> int:
         """Elements of the embedding, and of the head."""
         return self.vocabulary * self.hidden
+
+    @property
+    def contextualizer_parameters(self) -> int:
+        """Elements of the contextualizer, if there is one."""
+        return 0 if self.contextualizer is None else self.contextualizer.parameters
 
     @property
     def layer_matrices(self) -> int:
@@ -82,7 +91,13 @@ class ModelShape:
         head = self.embedding_parameters * row.answers
         # Scores, and their sums of values.
         attention = self.layers * 2 * self.query * row.visible_pairs
-        return 2 * (matrices + head + attention)
+        return 2 * (matrices + head + attention) + self.contextualizer_flops(row)
+
+    def contextualizer_flops(self, row: "RowShape") -> float:
+        """Of these, those of the contextualizer."""
+        if self.contextualizer is None:
+            return 0.0
+        return self.contextualizer.forward_flops(row.prefix, row.prefix_pairs)
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,8 @@ class RowShape:
     """Elements of the masks under which questions and answers attend."""
     visible_pairs: float
     """Pairs of a token and one that it attends to."""
+    prefix_pairs: float = 0.0
+    """Pairs of sliced tokens of the same example."""
 
     @classmethod
     def of(cls, batch: PackedBatch, *, frozen: bool = False) -> Self:
@@ -113,4 +130,5 @@ class RowShape:
             answers=len(batch.labels_A),
             masked_pairs=sum(mask.numel() for mask in layout.visible),
             visible_pairs=segment_pairs + sum(int(mask.sum()) for mask in layout.visible),
+            prefix_pairs=sum(length**2 for length in layout.prefix_lengths),
         )

@@ -29,6 +29,7 @@ from recipes.errors import UserError
 from recipes.schema import Recipe
 from recipes.training import TrainConfig
 from train.adapters import refuse_quantized, with_adapter
+from train.beside import refuse_nothing_to_train
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 # Moments of so few bits cannot follow changes of a thousandth: with the usual 0.999 weights go 0.94
@@ -54,24 +55,28 @@ def trainable_model(config: Recipe) -> PreTrainedModel:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if train.tuning == "lora":
         model = with_adapter(model, train.lora)
+    if train.tuning == "none":
+        model.requires_grad_(False)
     return model.train()
 
 
 def check_optimizer(config: Recipe) -> None:
-    """Passes an optimizer that moves the weights it is to train, and whose library is installed.
+    """Passes an optimizer that has weights to train, moves them, and whose library is installed.
 
     Raises:
         UserError
     """
     name, dtype, tuning = config.train.optimizer, config.model.dtype, config.train.tuning
+    refuse_nothing_to_train(config)
     if tuning == "full" and dtype != "float32" and name == "adamw":
         raise UserError(
             f"model.dtype={dtype} with train.tuning=full and train.optimizer=adamw loses updates "
             "that are small beside the weights; use train.optimizer=adamw_stochastic or "
             "adamw_8bit, model.dtype=float32 with train.mixed_precision=bf16, or train.tuning=lora"
         )
-    if name == "adamw_stochastic" and (tuning == "lora" or dtype == "float32"):
-        kept = "an adapter's weights are" if tuning == "lora" else "model.dtype=float32 weights are"
+    if name == "adamw_stochastic" and (tuning != "full" or dtype == "float32"):
+        of_tuning = {"lora": "an adapter's weights are", "none": "soft tokens are"}
+        kept = of_tuning.get(tuning, "model.dtype=float32 weights are")
         raise UserError(
             f"train.optimizer=adamw_stochastic rounds bf16 weights, and {kept} kept in fp32: use "
             "train.optimizer=adamw, or adamw_8bit for smaller moments"

@@ -38,8 +38,8 @@ class Setting:
 
     @property
     def trained_bytes(self) -> int:
-        """Of one trained weight: peft keeps adapters in fp32."""
-        return 4 if self.train.tuning == "lora" else self.weight_bytes
+        """Of one trained weight: adapters and soft tokens are kept in fp32."""
+        return self.weight_bytes if self.train.tuning == "full" else 4
 
     @property
     def autocast(self) -> bool:
@@ -77,11 +77,14 @@ def optimizer_bytes(optimizer: str, weight_bytes: int) -> float:
 
 
 def trained_parameters(shape: ModelShape, train: TrainConfig) -> int:
-    """How many weights a run changes."""
+    """How many weights a run changes; soft tokens beside them are too few to count."""
+    beside = shape.contextualizer_parameters
     if train.tuning == "full":
-        return shape.parameters
+        return shape.parameters + beside
+    if train.tuning == "none":
+        return beside
     lora = train.lora
-    return shape.lora_parameters(lora.target_modules, lora.rank, dora=lora.dora)
+    return shape.lora_parameters(lora.target_modules, lora.rank, dora=lora.dora) + beside
 
 
 def kv_bytes(shape: ModelShape, element_bytes: int) -> int:
@@ -101,7 +104,7 @@ def disk_bytes(shape: ModelShape, setting: Setting) -> dict[str, float]:
     parts = {
         "states": states * state * trained,
         "best_weights": bests * setting.trained_bytes * trained,
-        "checkpoint": setting.weight_bytes * shape.parameters,
+        "checkpoint": setting.weight_bytes * shape.parameters + 4 * shape.contextualizer_parameters,
         "adapter": setting.trained_bytes * trained * (train.tuning == "lora"),
     }
     return {name: size for name, size in parts.items() if size}
@@ -110,11 +113,19 @@ def disk_bytes(shape: ModelShape, setting: Setting) -> dict[str, float]:
 def step_flops(shape: ModelShape, row: RowShape, train: TrainConfig) -> float:
     """Floating-point operations of a row, forward and backward.
 
-    A backward pass takes twice the operations of a forward pass, under LoRA as many, since frozen
+    A backward pass takes twice the operations of a forward pass, or else as many, since frozen
     weights have no gradients; checkpointing runs every layer forward once more.
     """
     forwards = (3 if train.tuning == "full" else 2) + train.gradient_checkpointing
     return shape.forward_flops(row) * forwards
+
+
+def teacher_memory(shape: ModelShape, setting: Setting, tokens: int) -> float:
+    """Bytes on a rank's device while the teacher reads a pass of so many tokens, whole model."""
+    casts = 2 * shape.parameters if setting.autocast else 0
+    in_layer = 3 * shape.mlp * setting.compute_bytes + 4 * shape.hidden * _residual_bytes(setting)
+    cached = kv_bytes(shape, setting.compute_bytes)
+    return setting.weight_bytes * shape.parameters + casts + tokens * (in_layer + cached)
 
 
 def peak_memory(shape: ModelShape, row: RowShape, setting: Setting) -> Memory:
@@ -138,7 +149,7 @@ def _states(shape: ModelShape, setting: Setting) -> tuple[dict[str, float], dict
     train, ranks, width = setting.train, setting.ranks, setting.trained_bytes
     low = setting.compute_bytes
     trained = trained_parameters(shape, train)
-    frozen = shape.parameters if train.tuning == "lora" else 0
+    frozen = 0 if train.tuning == "full" else shape.parameters
     weights = width * trained + setting.weight_bytes * frozen
     state = optimizer_bytes(train.optimizer, width)
     # Where each rank keeps a share of every weight, one module's are whole while the next come.
@@ -193,7 +204,9 @@ def _activations(
     residual = _residual_bytes(setting)
     layer = _saved_by_layer(shape, row, setting)
     casts = 2 * shape.layer_matrices if setting.autocast else 0
-    head_cast = 2 * shape.embedding_parameters if setting.autocast else 0
+    # The contextualizer's are cast once.
+    head_cast = 2 * shape.contextualizer_parameters if setting.autocast else 0
+    head_cast += 2 * shape.embedding_parameters if setting.autocast else 0
 
     # The final norm keeps its input in fp32 and, to train its weight, its output; RoPE its tables.
     ends = row.tokens * shape.hidden * (4 + residual * full)
@@ -218,14 +231,25 @@ def _activations(
     head_gradient = width * shape.embedding_parameters * full
     mlp_gradient = width * shape.hidden * shape.mlp * full
     last = (
-        # Logits, their logarithms and the gradients of both.
-        forward + 4 * logits,
+        forward + _loss_bytes(shape, row, train),
         logits + head_gradient,
         logits + (head_gradient if shape.tied or only_pass else mlp_gradient) + again + in_layer,
     )
     first = (layer + casts + in_layer, (1 + shape.tied - only_pass) * head_gradient)
     peak = max(kept + max(last) - gradients * only_pass, ends + max(first))
     return min(kept, peak), max(peak - kept, 0.0)
+
+
+def _loss_bytes(shape: ModelShape, row: RowShape, train: TrainConfig) -> float:
+    """The logits and the most that the loss makes of them."""
+    logits = 4 * row.answers * shape.vocabulary
+    if train.distillation is None:
+        # Their logarithms, and the gradients of both.
+        return 4 * logits
+    # Logarithms for the teacher too, if there are any those of tokens that it does not tell apart,
+    # with a gradient; of each that it does its id, also as 64 bits, and two log-probabilities.
+    top_k = train.distillation.top_k
+    return (7 if top_k else 5) * logits + 20 * row.answers * (top_k or shape.vocabulary)
 
 
 def _residual_bytes(setting: Setting) -> int:
@@ -242,6 +266,7 @@ def _saved_by_layer(shape: ModelShape, row: RowShape, setting: Setting) -> float
     """Bytes that autograd keeps of one layer, its input included."""
     train, low = setting.train, setting.compute_bytes
     full = train.tuning == "full"
+    targets = train.lora.target_modules if train.tuning == "lora" else []
     residual = _residual_bytes(setting)
 
     # Autocast copies what a module reads for each, peft in bf16 models for each adapter.
@@ -250,7 +275,7 @@ def _saved_by_layer(shape: ModelShape, row: RowShape, setting: Setting) -> float
 
     def kept_inputs(*readers: str) -> int:
         """Bytes of each element that these modules read, as often as it is kept for them."""
-        trained = sum(full or name in train.lora.target_modules for name in readers)
+        trained = sum(full or name in targets for name in readers)
         return input_bytes * (trained if copies else min(trained, 1))
 
     # RMSNorm: its input in fp32; before its weight, if that is trained.
@@ -266,13 +291,25 @@ def _saved_by_layer(shape: ModelShape, row: RowShape, setting: Setting) -> float
     # SwiGLU: gate, its SiLU, up; their product for down_proj.
     per_token += (3 * low + kept_inputs("down_proj")) * shape.mlp
     if not full:
-        adapted = [
-            shape.linears[name] for name in shape.linears if name in train.lora.target_modules
-        ]
+        adapted = [shape.linears[name] for name in shape.linears if name in targets]
         per_token += len(adapted) * train.lora.rank * low
         # DoRA scales the base's output and the adapter's.
         per_token += 2 * train.lora.dora * low * sum(outputs for _, outputs in adapted)
     # Keys and values of chunks; those of each question's prefix and own tokens, joined.
     own = row.tokens - row.segments
     keys = 2 * shape.key_value * low * ((row.tokens if row.segments else 0) + row.prefix + own)
-    return row.tokens * per_token + keys + row.masked_pairs * low
+    corrected = row.prefix * _saved_by_contextualizer(shape, setting)
+    return row.tokens * per_token + keys + row.masked_pairs * low + corrected
+
+
+def _saved_by_contextualizer(shape: ModelShape, setting: Setting) -> float:
+    """Bytes that autograd keeps of it in one layer, for each token of a prefix."""
+    if (spec := shape.contextualizer) is None:
+        return 0.0
+    # Its weights are fp32, which autocast lowers where a matrix reads.
+    low = 2 if setting.train.mixed_precision == "bf16" else 4
+    read = spec.elements * (4 + low)
+    # Norms keep their inputs, before and after scaling, matrices theirs; attention keeps its own
+    # and its output, joined again for the next matrix; the MLP what SiLU reads and gives.
+    norms = (2 * spec.layers + 1) * spec.width * (2 * 4 + low)
+    return read + norms + spec.layers * 9 * spec.width * low

@@ -6,12 +6,9 @@ stands behind the step that it belongs to.
 
 import json
 import logging
-import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from recipes.files import write_text
 from recipes.progress import Progress
@@ -60,7 +57,7 @@ class Recorder:
         done = values["step"]
         if done % self._train.log_every_steps and done != self._total_steps:
             return None
-        line = {**values, **used(values, self._peak_flops), "peak_memory_gib": peak_memory_gib()}
+        line = {**values, **used(values, self._peak_flops)}
         self._append(line)
         return line
 
@@ -98,10 +95,3 @@ class Recorder:
             draw_curves(read_metrics(self._folder), picture)
         except OSError as error:
             logger.warning("%s is not drawn: %s", picture, error)
-
-
-def peak_memory_gib() -> float:
-    """The most memory this process has held: of its GPU, or resident where there is none."""
-    if torch.cuda.is_available():
-        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)

@@ -35,7 +35,7 @@ _FREE = (
     "train.run_folder", "train.resume", "train.save_every_steps", "train.log_every_steps",
     "train.keep_states", "train.spike_factor", "train.evaluate.sample_answers",
 )  # fmt: skip
-_FREE_SECTIONS = ("eval.", "store.")
+_FREE_SECTIONS = ("eval.", "store.", "scorer.")
 # Of these, what changes the numbers that a frozen context reads.
 _NEVER_FREE = ("store.dtype",)
 _LOCK = "lock"
@@ -85,18 +85,20 @@ def nearest_folder(path: Path) -> Path:
 
 
 @contextmanager
-def alone_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Makes a run folder and keeps other trainings out of it; all ranks must call it.
+def alone_in(
+    folder: Path, accelerator: Accelerator, option: str = "train.run_folder"
+) -> Iterator[None]:
+    """Makes a folder and keeps other trainings out of it; all ranks must call it.
 
     The system gives the lock back when the process dies. A folder that stays empty goes again.
 
     Raises:
-        UserError: another training is in it, or it cannot be made.
+        UserError: another training is in it, or it cannot be made; `option` names it.
     """
-    held = _lock(folder) if accelerator.is_main_process else None
+    held = _lock(folder, option) if accelerator.is_main_process else None
     if not from_main(accelerator, held is not None):
         raise UserError(
-            f"another process is training in train.run_folder {folder}: wait for its end, or "
+            f"another process is training in {option} {folder}: wait for its end, or "
             "choose another folder"
         )
     try:
@@ -109,14 +111,14 @@ def alone_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
             os.close(held)
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path, option: str) -> int | None:
     """An open file with the lock on it, or None where another process has it."""
     path = folder / _LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise UserError(f"train.run_folder {folder} cannot be made or used: {error}") from error
+        raise UserError(f"{option} {folder} cannot be made or used: {error}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -196,15 +198,18 @@ def _refuse_changes(resolved: Resolved, folder: Path) -> None:
 def changes(before: Resolved, now: Resolved) -> list[str]:
     """The settings that are not the same, but for those that a run's continuation may change."""
     old, new = flat(before), flat(now)
+    # These are learned where a teacher's answers are.
+    learns_own = new.get("train.distillation.answers") == "teacher"
+    fixed = {*_NEVER_FREE, *(["eval.max_new_tokens"] if learns_own else [])}
     return [
         f"{path}: {old.get(path)!r} -> {new.get(path)!r}"
         for path in old | new
-        if not _is_free(path) and old.get(path) != new.get(path)
+        if (path in fixed or not _is_free(path)) and old.get(path) != new.get(path)
     ]
 
 
 def _is_free(path: str) -> bool:
-    return path in _FREE or (path.startswith(_FREE_SECTIONS) and path not in _NEVER_FREE)
+    return path in _FREE or path.startswith(_FREE_SECTIONS)
 
 
 def flat(resolved: Resolved) -> dict[str, Any]:

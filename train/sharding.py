@@ -81,6 +81,11 @@ def zero_stage(accelerator: Accelerator) -> int:
     return int(accelerator.deepspeed_plugin.zero_stage)
 
 
+def splits_weights(accelerator: Accelerator) -> bool:
+    """Whether each rank holds a part of the weights, so that all compute together or none."""
+    return zero_stage(accelerator) == 3 or bool(accelerator.is_fsdp2)
+
+
 def _set_up_fsdp(accelerator: Accelerator) -> None:
     """Sets FSDP2 up on CPUs too, and its precision.
 
@@ -171,14 +176,10 @@ def refuse_unsharable(config: Recipe, sharding: Sharding) -> None:
             f"model.dtype={config.model.dtype} under {name} needs train.mixed_precision=bf16 "
             f"({name} trains all weights in one precision)"
         )
-    if sharding != "zero2" and train.evaluate is not None:
+    apart = [one for one in ("contextualizer", "repair") if getattr(config.context, one)]
+    if sharding != "zero2" and train.evaluate is not None and apart:
         raise UserError(
-            f"train.evaluate answers with the whole model on each rank, and {name} splits it: use "
-            "--sharding ddp or zero2, or leave it out and run `coinrag compare` afterwards"
-        )
-    if sharding != "zero2" and train.tuning == "lora" and config.context.gradient == "frozen":
-        raise UserError(
-            f"context.gradient=frozen with train.tuning=lora computes slices when a rank lacks "
-            f"them, for which the others would not be there under {name}: use --sharding ddp or "
-            "zero2, which hold the whole model on each rank"
+            f"train.evaluate with context.{apart[0]} computes outside of the model's own passes, "
+            f"and {name} splits its weights: use --sharding ddp or zero2, or leave train.evaluate "
+            "out and run `coinrag compare` afterwards"
         )

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cache_ops.links import LINKS_FILE
 from recipes.files import write_text
+from train.beside import BESIDE_FILES
 
 Dtype = Literal["float32", "bfloat16"]
 SHARD_BYTES = 2 << 30
@@ -24,7 +24,7 @@ def copy_weights(
     """Copies a model's weights, tensor by tensor, with an index where there are several files.
 
     Args:
-        source: a folder with safetensors files; link tokens beside them are no weights.
+        source: a folder with safetensors files; those of `BESIDE_FILES` are no weights.
         folder: where to.
         dtype: of what is floating; None: as it is.
         shard_bytes: of the largest file, unless a single tensor is larger.
@@ -60,7 +60,7 @@ def tensor_bytes(source: Path, dtype: Dtype | None) -> dict[str, int]:
 
 
 def _files(source: Path) -> list[Path]:
-    return [path for path in sorted(source.glob("*.safetensors")) if path.name != LINKS_FILE]
+    return [path for path in sorted(source.glob("*.safetensors")) if path.name not in BESIDE_FILES]
 
 
 def _tensors(source: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:

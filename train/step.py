@@ -20,11 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from cache_ops.contextualizer import Contextualizer
 from cache_ops.packing import PackedBatch
 from train.batches import BatchOrder, MicroBatch
 from train.context import FrozenContext
+from train.distillation import Distillation, Target, divergence
 from train.examples import ExampleBuilder, Lengths
 from train.sharding import WHOLE_MODEL_ON_EACH_RANK, zero_stage
+from train.throughput import peak_memory_gib
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -49,6 +52,12 @@ class Stepper:
     max_grad_norm: float
     flops: Callable[[PackedBatch], int]
     """Operations that a pass needs, see `throughput.flops_of`."""
+    distillation: Distillation | None = None
+    """Mixed into the loss; None: cross-entropy alone."""
+    contextualizer: Contextualizer | None = None
+    """The model's own, which corrects prefixes."""
+    _terms: dict[str, float] = field(default_factory=dict)
+    """What a mixed loss is mixed of, each summed over a step's passes."""
     _counted: Counter[str] = field(default_factory=Counter)
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -62,6 +71,7 @@ class Stepper:
         start = time.perf_counter()
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._counted = Counter(packed_tokens=0, filler_tokens=0, flops=0)
+        self._terms = {}
         accelerator = self.accelerator
         samples = self.order.step_samples(number)
         answer_tokens = sum(self.lengths[index].answer_tokens for index in samples)
@@ -70,8 +80,9 @@ class Stepper:
             self._pass(micro_batch, answer_tokens, last=at == len(micro_batches))
             for at, micro_batch in enumerate(micro_batches, start=1)
         ]
-        total_loss, counts = self._totals(torch.stack(losses).sum())
-        loss_mean = total_loss / answer_tokens
+        totals, counts = self._totals(torch.stack(losses).sum())
+        means = {name: total / answer_tokens for name, total in totals.items()}
+        loss_mean = means["loss"]
         gradient_norm = self._update() if math.isfinite(loss_mean) else math.nan
         if not math.isfinite(gradient_norm):
             suspects = _not_finite(micro_batches, losses) or samples
@@ -82,7 +93,7 @@ class Stepper:
             )
         seconds = time.perf_counter() - start
         return {
-            "loss": loss_mean,
+            **means,
             "gradient_norm": gradient_norm,
             "answer_tokens": answer_tokens,
             **counts,
@@ -125,12 +136,18 @@ class Stepper:
             else:
                 self._counted["filler_tokens"] += batch.tokens
             batch = batch.to(accelerator.device)
+            target = None
+            if self.distillation is not None:
+                learned = [self.lengths[index].answer_tokens for index in micro_batch.indices]
+                target = self.distillation.target(micro_batch.indices, learned)
         # Split gradients are reduced after every pass, since no rank has room for whole ones.
         waits = not last and accelerator.distributed_type in WHOLE_MODEL_ON_EACH_RANK
         with accelerator.no_sync(self.model) if waits else nullcontext():
             with self._phase("forward"):
-                logits_1AV = self.model(**batch.model_inputs()).logits
+                logits_1AV = self.model(**batch.model_inputs(self.contextualizer)).logits
                 loss = answer_loss(logits_1AV[0], batch.labels_A) * micro_batch.counts
+                if target is not None:
+                    loss = self._mixed(loss, logits_1AV[0], target, micro_batch)
             with self._phase("backward"):
                 # Ranks average their gradients, so each multiplies by their number.
                 weighed = loss * (accelerator.num_processes / answer_tokens)
@@ -140,6 +157,18 @@ class Stepper:
                     engine.set_gradient_accumulation_boundary(last)
                     engine.backward(weighed)
         return loss.detach()
+
+    def _mixed(
+        self, loss: Tensor, logits_AV: Tensor, target: Target, micro_batch: MicroBatch
+    ) -> Tensor:
+        """The summed cross-entropy `loss` of a pass mixed with its divergence from the teacher."""
+        assert self.distillation is not None, "there is a target"
+        target = target.to(logits_AV.device)
+        temperature = self.distillation.config.temperature
+        kl = divergence(logits_AV, target, temperature) * micro_batch.counts
+        for name, term in {"cross_entropy": loss, "kl": kl}.items():
+            self._terms[name] = self._terms.get(name, 0.0) + term.item()
+        return self.distillation.loss(loss, kl)
 
     def _update(self) -> float:
         """Clips the gradients and applies them; their norm before.
@@ -158,15 +187,25 @@ class Stepper:
                 self.optimizer.zero_grad()
             return norm
 
-    def _totals(self, loss_sum: Tensor) -> tuple[float, dict[str, int]]:
-        """The summed loss, and the tokens and operations of a step, over all ranks."""
+    def _totals(self, loss_sum: Tensor) -> tuple[dict[str, float], dict[str, Any]]:
+        """The summed loss and its terms, and the tokens and operations of a step, over all ranks.
+
+        Of their memory the most that one has held.
+        """
         counts = dict(self._counted)
         if self.frozen is not None:
             counts |= self.frozen.take_tokens()
-        numbers = torch.tensor(list(counts.values()), device=loss_sum.device)
-        mine = torch.cat((loss_sum.double()[None], numbers.double()))
-        loss, *totals = self.accelerator.reduce(mine, "sum").tolist()
-        return loss, dict(zip(counts, map(int, totals), strict=True))
+        losses = {"loss": loss_sum.item(), **self._terms}
+        mine = torch.tensor(
+            [peak_memory_gib(), *losses.values(), *counts.values()],
+            dtype=torch.float64,
+            device=loss_sum.device,
+        )
+        all_RN = self.accelerator.gather(mine[None])
+        _, *totals = all_RN.sum(dim=0).tolist()
+        peak = {"peak_memory_gib": round(all_RN[:, 0].max().item(), 3)}
+        summed = dict(zip(losses, totals, strict=False))
+        return summed, dict(zip(counts, map(int, totals[len(losses) :]), strict=True)) | peak
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

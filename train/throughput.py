@@ -1,6 +1,7 @@
 """How much work a step was, how much of the devices it has used, and what its time went to."""
 
 import re
+import resource
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,17 +25,18 @@ def flops_of(shape: ModelShape, config: Recipe) -> Callable[[PackedBatch], int]:
 
     Backward takes twice the operations of forward, and under LoRA as many, for frozen weights have
     no gradients. Chunks whose encoding has no gradient have no backward. What checkpointing
-    computes again is not needed and does not count.
+    computes again is not needed and does not count. A contextualizer is always trained.
     """
     backward = 2 if config.train.tuning == "full" else 1
     gradient = config.context.gradient
 
     def flops(batch: PackedBatch) -> int:
+        own = RowShape.of(batch, frozen=True)
         forward = shape.forward_flops(RowShape.of(batch, frozen=gradient == "frozen"))
-        if gradient == "full":
-            return int(forward * (1 + backward))
-        own = shape.forward_flops(RowShape.of(batch, frozen=True))
-        return int(forward + backward * own)
+        trained = (2 - backward) * shape.contextualizer_flops(own)
+        if gradient == "full" and config.train.tuning != "none":
+            return int(forward * (1 + backward) + trained)
+        return int(forward + trained + backward * shape.forward_flops(own))
 
     return flops
 
@@ -55,6 +57,13 @@ def bf16_peak(device_name: str) -> float | None:
         if re.search(rf"\b{name}\b", device_name.replace("-", " ")):
             return tflops * 1e12
     return None
+
+
+def peak_memory_gib() -> float:
+    """The most memory this process has held: of its GPU, or resident where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def used(values: Mapping[str, Any], peak: float | None) -> dict[str, float]:

@@ -14,9 +14,10 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cache_ops.attention import enable_packed
+from cache_ops.contextualizer import contextualizer_of
 from cache_ops.hf import check_vocabulary, load_tokenizer, restore_rope_tables
-from cache_ops.links import Links, add_links, links_saved_in, load_links
 from cache_ops.rope import Rope
+from cache_ops.soft_tokens import SoftTokens
 from data_builders.build import load_built
 from data_builders.prompt import PromptTemplate
 from recipes.progress import track
@@ -25,8 +26,10 @@ from recipes.schema import Recipe
 from train.adapters import invocation_ids
 from train.attention import attention_kernel
 from train.batches import BatchOrder
+from train.beside import put_beside
 from train.checkpoint import load_state, put_best, save_model
 from train.context import open_frozen_context
+from train.distillation import Distillation
 from train.examples import ExampleBuilder, Lengths
 from train.history import is_finished
 from train.lineage import check_lineage, starting_weights
@@ -42,9 +45,10 @@ from train.run_folder import (
     remove_leftovers,
     told_unwritable,
 )
-from train.sharding import open_accelerator
+from train.sharding import open_accelerator, splits_weights
 from train.step import Stepper
 from train.stopping import StopRequest
+from train.teacher import check_distillation, learned_answers, teach
 from train.throughput import flops_of, peak_of
 from train.trackers import (
     end_trackers,
@@ -108,10 +112,12 @@ def _train(
     tokenizer = load_tokenizer(config.model.path)
     check_lineage(resolved, tokenizer, report=main)
     tables = load_built(config, "train")
-    model, links = _open_model(config, tokenizer)
+    model, soft_tokens = _open_model(config, tokenizer)
+    check_distillation(config, model.config)
     enable_packed(model, attention_kernel(config, model.config, accelerator.device))
     template = PromptTemplate(tokenizer, config.prompt)
-    builder = ExampleBuilder(tables, template, Rope.from_config(model.config), config, links)
+    rope = Rope.from_config(model.config)
+    builder = ExampleBuilder(tables, template, rope, config, soft_tokens)
     lengths = measure_lengths(builder, len(tables.samples), stop, report=main)
     if any_rank(accelerator, stop.asked):
         _tell_stopped(0, main)
@@ -126,17 +132,32 @@ def _train(
     total_steps = order.steps_of(config.train)
     activated = config.train.tuning == "lora" and config.train.lora.activated
     invocation = invocation_ids(template) if activated else None
+    split = splits_weights(accelerator)
     frozen = None
     if config.context.gradient == "frozen":
         # The weights are still the base model's, also in a run that will be resumed.
         with accelerator.main_process_first():
             frozen = open_frozen_context(
-                config, model, tokenizer, builder.used_ranges, writable=main
+                config, model, tokenizer, builder.used_ranges, writable=main, split=split
             )
     evaluate = None
     if config.train.evaluate is not None and open_evaluator is not None:
         supply = None if frozen is None else frozen.supply
-        evaluate = open_evaluator(config, accelerator, model, tokenizer, links, supply)
+        evaluate = open_evaluator(config, accelerator, model, tokenizer, soft_tokens, supply, split)
+    distillation = None
+    if config.train.distillation is not None:
+        needed = order.samples_of(total_steps)
+        said = teach(config, accelerator, model, template, tables, needed, stop)
+        if said is None:
+            if frozen is not None:
+                frozen.close()
+            _tell_stopped(0, main)
+            return
+        distillation = Distillation(config.train.distillation, said)
+        if (answers := learned_answers(config, said)) is not None:
+            # Prefixes and order stay those of the longest answers.
+            builder = ExampleBuilder(tables, template, rope, config, soft_tokens, answers)
+            lengths = measure_lengths(builder, len(tables.samples), StopRequest(), report=main)
     # Every rank has seen the folder unused before the main one writes into it.
     accelerator.wait_for_everyone()
     if main:
@@ -156,10 +177,12 @@ def _train(
     start_trackers(accelerator, resolved, progress.tracker_ids, progress.step)
     progress.tracker_ids = tracker_state(accelerator)
 
-    plain_config = accelerator.unwrap_model(model).config
+    plain = accelerator.unwrap_model(model)
+    contextualizer = contextualizer_of(plain)
+    shape = ModelShape.of(plain.config, contextualizer.spec if contextualizer else None)
     stepper = Stepper(
         accelerator, model, optimizer, builder, order, lengths, frozen, config.train.max_grad_norm,
-        flops_of(ModelShape.of(plain_config), config),
+        flops_of(shape, config), distillation, contextualizer,
     )  # fmt: skip
     recorder = None
     if main:
@@ -180,8 +203,7 @@ def _train(
                 put_best(folder, trained, watch.best_step)
             if watch.best_f1 == 0:
                 logger.warning("every evaluation found an F1 of 0: no step is better than another")
-            per_document = config.systems.kvlink.link_tokens
-            save_model(folder, trained, tokenizer, link_tokens=per_document, invocation=invocation)
+            save_model(folder, trained, tokenizer, invocation=invocation)
             logger.info(
                 "trained %d steps; the model, with the weights of step %d, is in %s",
                 progress.step, weights_of, folder / "checkpoint",
@@ -205,19 +227,14 @@ def _tell_stopped(step: int, main: bool) -> None:
 
 def _open_model(
     config: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> tuple[PreTrainedModel, Links | None]:
-    """The model to be trained, with link tokens where its system has some."""
+) -> tuple[PreTrainedModel, dict[str, SoftTokens]]:
+    """The model to be trained, with what its system trains beside the weights."""
     start = starting_weights(config)
     model = trainable_model(
         config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
     )
     check_vocabulary(model, tokenizer)
-    per_document = config.systems.kvlink.link_tokens
-    if config.train.system != "kvlink" or not per_document:
-        return model, None
-    if links_saved_in(Path(start)):
-        return model, load_links(model, Path(start))
-    return model, add_links(model, config.retrieval.k_c, per_document, config.seed)
+    return model, put_beside(model, config, Path(start))
 
 
 def measure_lengths(

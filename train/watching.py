@@ -9,7 +9,7 @@ from typing import Any, Self
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cache_ops.links import Links
+from cache_ops.soft_tokens import SoftTokens
 from cache_ops.supply import Supply
 from recipes.schema import Recipe
 from recipes.training import EvaluateConfig
@@ -23,12 +23,15 @@ OpenEvaluator = Callable[
         Accelerator,
         PreTrainedModel,
         PreTrainedTokenizerBase,
-        Links | None,
+        Mapping[str, SoftTokens],
         Supply | None,
+        bool,
     ],
     Evaluate,
 ]
-"""Opened with the model to be trained, its link tokens and its frozen context."""
+"""Opened with the model to be trained, its soft tokens, its frozen context, and whether ranks will
+split its weights.
+"""
 
 SPIKING = ("loss", "gradient_norm")
 _MEDIAN_OF_STEPS = 50

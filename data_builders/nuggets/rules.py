@@ -38,7 +38,7 @@ def rules(text: str) -> list[str]:
     heading goes with the candidate after it: alone it states nothing, and yet it would often score
     highest.
     """
-    lines = _lines(text)
+    lines = lines_of(text)
     in_lines = [sentences(text, *line) for line in lines]
     words = Words(text, chain.from_iterable(in_lines))
     candidates: list[Span] = []
@@ -68,7 +68,7 @@ def _candidates(text: str, words: Words, spans: Sequence[Span]) -> list[Span]:
     return [(start, end) for start, end in trimmed if _SAYS_SOMETHING.search(text, start, end)]
 
 
-def _lines(text: str) -> list[Span]:
+def lines_of(text: str) -> list[Span]:
     """Lines with something on them; those of prose that was wrapped to a width are joined."""
     spans, start = [], 0
     for line in text.splitlines(keepends=True):

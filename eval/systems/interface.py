@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from cache_ops.contextualizer import Contextualizer
 from cache_ops.layout import Layout
-from cache_ops.links import Links
 from cache_ops.parallel import ParallelAttention
 from cache_ops.plan import PROMPT
 from cache_ops.recompute import Recompute
+from cache_ops.soft_tokens import SoftTokens
 from data_builders.nuggets.online import OnlineExtractor
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Chunk
@@ -65,6 +66,8 @@ class Request:
     """Which cached tokens are computed anew before the first token, if any."""
     parallel: ParallelAttention | None = None
     """How attention to the chunks is reweighted, if it is."""
+    contextualizer: Contextualizer | None = None
+    """Corrects the cached prefix before anything attends to it, if it is corrected."""
     online_segments: frozenset[str] = frozenset()
     """Chunks of the plan that depend on the question, so that no cache can hold them."""
     extract_ms: float = 0.0
@@ -91,12 +94,19 @@ class Serving:
     config: Recipe
     template: PromptTemplate
     tokenizer: PreTrainedTokenizerBase
-    links: Links | None = None
-    """The link tokens of the weights at hand."""
+    soft_tokens: Mapping[str, SoftTokens] = field(default_factory=dict)
+    """Those of the weights at hand, by group."""
     extractor: OnlineExtractor | None = field(default=None, repr=False)
     """Finds nuggets for a question; see `online_nuggets`."""
+    contextualizer: Contextualizer | None = field(default=None, repr=False)
+    """That of the weights at hand, for the system that it was trained with."""
     max_positions: int | None = None
     """The positions that the weights were trained for; None: no prompt is too long for them."""
+
+    def contextualizer_of(self, system: str) -> Contextualizer | None:
+        """What corrects the prefixes of a system, if anything does."""
+        found = self.contextualizer
+        return found if found is not None and found.spec.system == system else None
 
     def segments(self, chunks: Sequence[Chunk]) -> dict[str, Sequence[int]]:
         """Tokens of chunks and of the prompt, by their keys in a plan."""

@@ -8,7 +8,8 @@ from eval.systems.interface import Question, Request, Serving, Width
 def request(question: Question, width: Width, serving: Serving) -> Request:
     """Link tokens carry what was before them on to the query; chunks stay as cached."""
     chunks = question.chunks[: width.k_c]
-    links = [[]] * len(chunks) if serving.links is None else serving.links.ids(len(chunks))
+    group = serving.soft_tokens.get("links")
+    links = group.ids(len(chunks)) if group else [[]] * len(chunks)
     return Request(
         layout=linked_chunks(chunk_lengths(chunks), len(serving.template.prompt_ids), links),
         segments=serving.segments(chunks),

@@ -19,9 +19,11 @@ import torch
 
 from cache_ops.attention import enable_packed
 from cache_ops.cached import enable_cached
+from cache_ops.contextualizer import contextualizer_saved_in, load_contextualizer
 from cache_ops.hf import load_tokenizer
 from cache_ops.packing import Example, pack
 from cache_ops.rope import Rope
+from cache_ops.soft_tokens import add_soft_tokens, load_soft_tokens
 from data_builders.kv import open_supply
 from data_builders.prompt import PromptTemplate
 from eval.checkpoints import load_weights, weights_of
@@ -31,6 +33,7 @@ from eval.questions import dev_questions
 from eval.systems import SYSTEMS, Serving, Width
 from recipes.progress import track
 from recipes.resolve import resolve
+from recipes.soft_tokens import soft_tokens_for
 
 
 def answer(path: OnlinePath, request: OnlineRequest) -> list[int]:
@@ -57,7 +60,16 @@ def main() -> int:
     rope = Rope.from_config(model.config)
     selects = SYSTEMS[arguments.system].selects_nuggets
     width = Width(config.retrieval.k_c, config.retrieval.k if selects else None)
-    serving = Serving(config, template, tokenizer)
+    if (wanted := soft_tokens_for(config, arguments.system)) and weights.trained:
+        soft_tokens = load_soft_tokens(model, weights.folder, wanted)
+    else:
+        soft_tokens = add_soft_tokens(model, wanted, config.seed)
+    contextualizer = None
+    if weights.trained and contextualizer_saved_in(weights.folder) is not None:
+        contextualizer = load_contextualizer(weights.folder, model.config).to(model.device)
+    serving = Serving(
+        config, template, tokenizer, soft_tokens=soft_tokens, contextualizer=contextualizer
+    )
     counts = dict.fromkeys(
         ("questions", "tokens", "memory_differs", "packed_differs", "tokens_disk"), 0
     )
@@ -95,7 +107,7 @@ def main() -> int:
             enable_packed(model)
             with torch.no_grad():
                 batch = pack([example], served.segments, rope)
-                logits_AV = model(**batch.model_inputs()).logits[0]
+                logits_AV = model(**batch.model_inputs(served.contextualizer)).logits[0]
             enable_cached(model)
             best = logits_AV.topk(2, dim=-1)
             packed = best.indices[:, 0].tolist()

@@ -17,13 +17,21 @@ from cache_ops.cached import RequestCache, enable_cached, forward_cached
 from cache_ops.encode import encode_chunk, encode_chunks
 from cache_ops.fingerprint import weights_digest
 from cache_ops.layout import Layout, computed, linked_chunks, whole_chunks
-from cache_ops.links import add_links, links_of, take_links
 from cache_ops.packing import Example, pack
 from cache_ops.plan import PROMPT, PrefixPlan, Slice, Span, isolated, plan_prefix
 from cache_ops.rope import Rope
+from cache_ops.soft_tokens import (
+    add_soft_tokens,
+    numbered,
+    soft_tokens_of,
+    take_soft_tokens,
+)
+from data_builders.prefix import nugget_prefix
+from recipes.resolve import resolve
 
 LINKS = 2
 DOCUMENTS = 3
+PACKETS = {"packets_before": (1, 2), "packets_after": (1, 1)}
 COMMON = settings(
     max_examples=6,
     deadline=None,
@@ -40,13 +48,15 @@ class Row:
     position: int
     block: str
     """Its document, or `global`: sees every earlier position."""
+    hidden: bool = False
+    """Only its own document sees it."""
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """A tiny model with link tokens."""
+    """A tiny model with link tokens, and with packet tokens behind them."""
     made = tiny_model(request.param)
-    add_links(made, DOCUMENTS, LINKS, seed=3)
+    add_soft_tokens(made, {"links": (DOCUMENTS, LINKS)} | PACKETS, seed=3)
     return made
 
 
@@ -57,16 +67,16 @@ def dense_logits(model: PreTrainedModel, rows: Sequence[Row], answer: int) -> Te
         [
             [
                 key.position <= query.position
-                and (query.block == "global" or key.block == query.block)
+                and ((query.block == "global" and not key.hidden) or key.block == query.block)
                 for key in rows
             ]
             for query in rows
         ]
     )
     mask = torch.zeros(may_see.shape).masked_fill(~may_see, torch.finfo(torch.float32).min)
-    linked = links_of(model)
+    linked = soft_tokens_of(model)
     assert linked is not None
-    table = torch.cat((linked.vocabulary.weight, linked.links_ND))
+    table = torch.cat((linked.vocabulary.weight, linked.soft_ND))
     embeddings = table[torch.tensor([row.token for row in rows])]
     model.set_attn_implementation("eager")
     logits = model(
@@ -259,6 +269,71 @@ def test_isolated_nuggets_are_chunks_that_are_nuggets(
     check(model, Layout(alone), dict(segments), before, query, answer)
 
 
+def nugget_rows(
+    layout: Layout, segments: dict[str, Sequence[int]], before: list[int], after: list[int]
+) -> tuple[list[Row], int]:
+    """A whole chunk of its own for each slice, of which the slice alone is seen from outside."""
+    rows: list[Row] = []
+    end = 0
+    for number, piece in enumerate(layout.plan.slices):
+        around = ([], []) if piece.chunk == PROMPT else (before, after)
+        rows += [Row(t, end + at, "global") for at, t in enumerate(around[0])]
+        end += len(around[0])
+        block = "global" if piece.chunk == PROMPT else f"slice {number}"
+        rows += [
+            Row(t, end + at - piece.start, block, not piece.start <= at < piece.end)
+            for at, t in enumerate(segments[piece.chunk])
+        ]
+        end += piece.end - piece.start
+        rows += [Row(t, end + at, "global") for at, t in enumerate(around[1])]
+        end += len(around[1])
+    return rows, end
+
+
+def nugget_layout(
+    segments: dict[str, Sequence[int]], spans: list[Span], *options: str
+) -> tuple[Layout, list[int], list[int]]:
+    """The layout of nuggets under options of a recipe, and the soft tokens around slices."""
+    config = resolve(["smollm2_135m/systems/coinrag", *options]).config
+    groups = numbered(VOCABULARY + DOCUMENTS * LINKS, PACKETS)
+    layout, _ = nugget_prefix(config, spans, segments, [*segments], groups)
+    around = ([], [])
+    if config.context.packets is not None:
+        around = tuple(groups[name].ids(1)[0] for name in PACKETS)
+    return layout, *around
+
+
+@COMMON
+@given(situation=situations, data=st.data())
+def test_nuggets_with_anchors_and_packets(
+    model: PreTrainedModel, situation, data: st.DataObject
+) -> None:
+    prompt, chunks, query, answer = situation
+    spans = []
+    for name, tokens in lengths(chunks) * 2:
+        start = data.draw(st.integers(0, tokens - 1))
+        spans.append(Span(name, start, data.draw(st.integers(start + 1, tokens))))
+    size = st.integers(0, 3)
+    options = [
+        f"context.anchors.prefix_tokens={data.draw(size)}",
+        f"context.anchors.suffix_tokens={data.draw(size)}",
+        f"retrieval.order={data.draw(st.sampled_from(['rank_then_document', 'score']))}",
+        f"retrieval.overlap={data.draw(st.sampled_from(['merge', 'keep']))}",
+    ]
+    if data.draw(st.booleans()):
+        options.append("context.packets={before_tokens: 2, after_tokens: 1}")
+    segments = keyed(prompt, chunks)
+    layout, before, after = nugget_layout(segments, spans, *options)
+    rows, end = nugget_rows(layout, segments, before, after)
+    own = [Row(t, end + at, "global") for at, t in enumerate([*query, *answer])]
+    assert layout.length == end
+    assert layout.tokens == sum(not row.hidden for row in rows)
+    with torch.no_grad():
+        reference = dense_logits(model, [*rows, *own], len(answer))
+        close(packed_logits(model, Example.of(layout, query, answer), segments), reference)
+        close(served_logits(model, layout, segments, query, answer), reference)
+
+
 def test_original_positions_are_not_rotated() -> None:
     spans = [Span("a", 5, 9), Span("b", 0, 3), Span("a", 1, 2)]
     plan = plan_prefix(spans, prompt_length=2, chunk_ranks=["b", "a"], positions="original")
@@ -279,6 +354,26 @@ def gradients(loss: Callable[[], Tensor], model: PreTrainedModel) -> dict[str, T
     return found
 
 
+def same_gradients(
+    model: PreTrainedModel,
+    rows: list[Row],
+    example: Example,
+    segments: dict[str, Sequence[int]],
+) -> None:
+    labels = torch.tensor(example.answer_ids)
+
+    def loss(logits: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    reference = gradients(lambda: loss(dense_logits(model, rows, len(labels))), model)
+    ours = gradients(lambda: loss(packed_logits(model, example, segments)), model)
+    assert ours.keys() == reference.keys()
+    assert any("soft" in name for name in ours)
+    for name, gradient in reference.items():
+        worst = (ours[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-6)
+        assert worst < 1e-3, name
+
+
 def test_gradients_of_linked_chunks(model: PreTrainedModel) -> None:
     prompt, chunks, query, answer = (
         [1, 2, 3],
@@ -290,46 +385,48 @@ def test_gradients_of_linked_chunks(model: PreTrainedModel) -> None:
     layout = linked_chunks(lengths(chunks), len(prompt), links)
     rows, end = documents(prompt, chunks, ends(prompt, chunks, LINKS), links)
     own = [Row(t, end + at, "global") for at, t in enumerate([*query, *answer])]
-    labels = torch.tensor(answer)
-
-    def loss(logits: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(logits, labels)
-
-    reference = gradients(lambda: loss(dense_logits(model, [*rows, *own], 2)), model)
     example = Example.of(layout, query, answer)
-    ours = gradients(lambda: loss(packed_logits(model, example, keyed(prompt, chunks))), model)
-    assert ours.keys() == reference.keys()
-    assert any("links" in name for name in ours)
-    for name, gradient in reference.items():
-        worst = (ours[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-6)
-        assert worst < 1e-3, name
+    same_gradients(model, [*rows, *own], example, keyed(prompt, chunks))
+
+
+def test_gradients_of_nuggets_with_anchors_and_packets(model: PreTrainedModel) -> None:
+    segments = keyed([1, 2, 3], [[*range(20, 29)], [8, 9]])
+    layout, before, after = nugget_layout(
+        segments,
+        [Span("chunk0", 4, 6), Span("chunk1", 1, 2)],
+        "context.anchors={prefix_tokens: 1, suffix_tokens: 2}",
+        "context.packets={before_tokens: 2, after_tokens: 1}",
+    )
+    rows, end = nugget_rows(layout, segments, before, after)
+    own = [Row(t, end + at, "global") for at, t in enumerate([13, 14, 15, 16])]
+    same_gradients(model, [*rows, *own], Example.of(layout, [13, 14], [15, 16]), segments)
 
 
 def test_link_ids_lie_beyond_every_row_of_the_vocabulary() -> None:
     model = tiny_model("qwen2")
     plain = model.get_input_embeddings()
-    links = add_links(model, documents=3, per_document=5, seed=0)
+    links = add_soft_tokens(model, {"links": (3, 5)}, seed=0)["links"]
     ids = [link for document in links.ids(3) for link in document]
     assert ids == list(range(VOCABULARY, VOCABULARY + 15))
     assert model.get_output_embeddings().weight.shape[0] == VOCABULARY
     rows = model.get_input_embeddings()(torch.tensor(ids))
     assert len(torch.unique(rows, dim=0)) == 15, "every link token is distinct"
-    assert take_links(model) is not None
+    assert take_soft_tokens(model)["links"].shape[:2] == (3, 5)
     assert model.get_input_embeddings() is plain
 
 
 def test_links_leave_the_identity_of_the_weights() -> None:
     plain, linked = tiny_model("qwen2"), tiny_model("qwen2")
-    add_links(linked, documents=2, per_document=1, seed=0)
+    add_soft_tokens(linked, {"links": (2, 1)}, seed=0)
     assert weights_digest(linked) == weights_digest(plain)
 
 
 def test_links_are_kept_in_fp32() -> None:
     model = tiny_model("qwen2").bfloat16()
-    links = add_links(model, documents=1, per_document=2, seed=0)
-    linked = links_of(model)
+    links = add_soft_tokens(model, {"links": (1, 2)}, seed=0)["links"]
+    linked = soft_tokens_of(model)
     assert linked is not None
-    assert linked.links_ND.dtype == torch.float32
+    assert linked.soft_ND.dtype == torch.float32
     assert linked(torch.tensor([[1, *links.ids(1)[0]]])).dtype == torch.bfloat16
 
 

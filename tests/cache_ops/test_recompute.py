@@ -17,7 +17,6 @@ from cache_ops.assemble import gather
 from cache_ops.cached import CACHED, RequestCache, enable_cached, forward_cached
 from cache_ops.encode import encode_chunk
 from cache_ops.layout import whole_chunks
-from cache_ops.links import add_links
 from cache_ops.plan import PROMPT, PrefixPlan, Slice
 from cache_ops.recompute import (
     CheckLayerError,
@@ -29,6 +28,7 @@ from cache_ops.recompute import (
     forward_recomputing,
 )
 from cache_ops.rope import Rope
+from cache_ops.soft_tokens import add_soft_tokens
 
 LAYERS = 4
 QUERY = [101, 102, 103]
@@ -331,7 +331,7 @@ def test_decoding_goes_on_from_what_was_recomputed(recompute: Recompute) -> None
 def test_nothing_recomputed_is_the_ordinary_first_pass_with_link_tokens_between() -> None:
     model = tiny_model("llama", layers=LAYERS)
     enable_cached(model)
-    links = add_links(model, documents=1, per_document=2, seed=0).ids(1)[0]
+    links = add_soft_tokens(model, {"links": (1, 2)}, seed=0)["links"].ids(1)[0]
     plan = PrefixPlan((Slice("a", 0, 11, 0), Slice("c", 0, 7, 13)))
     online, positions = [*links, *QUERY], [11, 12, 20, 21, 22]
     found = forward_recomputing(

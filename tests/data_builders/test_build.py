@@ -1,15 +1,25 @@
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from small import data_row, save_stand_ins, tiny_tokenizer, words_encoder, write_rows
+from small import (
+    data_row,
+    hashed_pairs,
+    save_stand_ins,
+    tiny_tokenizer,
+    words_encoder,
+    write_rows,
+)
 from transformers import GPT2Config
 
 from cache_ops.hf import UnsupportedModelError
-from data_builders import pipeline, workers
+from data_builders import build_assets, pipeline, workers
 from data_builders.build import build, built_folder, load_built
 from data_builders.encoded import Encoded
+from data_builders.encoder import encoder_identity
+from data_builders.key import build_key, tokenizer_identity
 from data_builders.retrieval import select_nuggets
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -38,7 +48,7 @@ def world(tmp_path, monkeypatch):
     # Several batches of everything.
     monkeypatch.setitem(pipeline.PASSAGES_A_BATCH, "rules", 16)
     monkeypatch.setattr(pipeline, "QUESTIONS_A_BLOCK", 4)
-    monkeypatch.setattr(pipeline, "TEXTS_A_BATCH", 16)
+    monkeypatch.setattr(build_assets, "TEXTS_A_BATCH", 16)
     return tmp_path
 
 
@@ -277,4 +287,175 @@ def test_a_model_that_cannot_be_trained_is_refused_before_building(world):
     GPT2Config().save_pretrained(world / "model")
     with pytest.raises(UnsupportedModelError, match="model type 'gpt2'"):
         build(recipe(world), "train")
+    assert not (world / "built").exists()
+
+
+def test_the_key_of_default_settings_is_what_it_was(world):
+    """Tables that were built before the later options came are still found."""
+    key = build_key(recipe(world), "train")
+    (sha256,) = key.pop("files_sha256")
+    assert len(sha256) == 64
+    assert key == {
+        "split": "train",
+        "data_format": "ircot",
+        "corpus_sha256": [],
+        "rows_per_file": None,
+        "chunks": {
+            "format": 5,
+            "tokenizer_sha256": tokenizer_identity(tiny_tokenizer()),
+            "chunk_tokens": 64,
+            "extractor": key["chunks"]["extractor"],
+            "fuzzy_threshold": 0.7,
+        },
+        "encoder": {
+            "format": 5,
+            "sha256": encoder_identity(str(world / "encoder")),
+            "kind": "bge_m3",
+            "sparse": False,
+            "colbert": False,
+            "batch_size": 1,
+        },
+        "weights": {"dense": 1.0, "sparse": 0.0, "colbert": 0.0},
+        "bm25": False,
+        "candidates": "contexts",
+        "selection": "two_stage",
+        "k": 4,
+        "k_c": 3,
+        "seed": 0,
+        "noise_probability": 0.15,
+    }
+
+
+def read_together(folder: Path, **retrieval) -> Recipe:
+    """With a cross-encoder, which is there by its name alone."""
+    return recipe(
+        folder, retrieval={"cross_encoder": {"path": str(folder / "encoder")}} | retrieval
+    )
+
+
+def use_cross_encoder(monkeypatch, score):
+    monkeypatch.setattr(workers, "load_cross_encoder", lambda config, threads: score)
+    monkeypatch.setattr("data_builders.build.check_cross_encoder", lambda config: None)
+
+
+@pytest.mark.parametrize("candidates", ["contexts", "corpus"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nugget_scorer": "cross_encoder"},
+        {"rerank_chunks": 8},
+        {"rerank_chunks": 8, "nugget_scorer": "cross_encoder"},
+    ],
+)
+def test_a_cross_encoder_chooses_chunks_and_scores_nuggets(world, monkeypatch, candidates, options):
+    use_cross_encoder(monkeypatch, hashed_pairs)
+    wide = recipe(world, retrieval={"k_c": 8, "candidates": candidates})
+    build(wide, "dev")
+    config = read_together(world, candidates=candidates, **options)
+    build(config, "dev")
+    tables = load_built(config, "dev")
+    reranked = 0
+    for row, found in zip(tables.samples, load_built(wide, "dev").samples, strict=True):
+        question, chunks = row["question"], [tables.chunk(name) for name in found["chunk_ids"]]
+        order = list(range(len(chunks)))
+        chunk_scores = found["chunk_scores"]
+        if "rerank_chunks" in options:
+            [chunk_scores] = hashed_pairs([(question, [chunk.text for chunk in chunks])])
+            order.sort(key=lambda at: -chunk_scores[at])
+            reranked += order[:3] != sorted(order)[:3]
+        assert row["chunk_ids"] == [chunks[at].chunk_id for at in order[:3]]
+        assert row["chunk_scores"] == [chunk_scores[at] for at in order[:3]]
+        expected = [found["nugget_scores"][at] for at in order[:3]]
+        if "nugget_scorer" in options:
+            expected = hashed_pairs([(question, chunks[at].nugget_texts) for at in order[:3]])
+        assert row["nugget_scores"] == expected
+        nuggets = [chunks[at].nuggets for at in order[:3]]
+        chosen = select_nuggets(expected, nuggets, 4)
+        assert row["span_starts"] == [nuggets[chunk][at][0] for chunk, at in chosen]
+    assert bool(reranked) is ("rerank_chunks" in options)
+
+
+def test_one_stage_takes_the_nuggets_that_the_cross_encoder_puts_first(world, monkeypatch):
+    use_cross_encoder(monkeypatch, hashed_pairs)
+    config = read_together(world, selection="one_stage", nugget_scorer="cross_encoder")
+    build(config, "dev")
+    tables = load_built(config, "dev")
+    of_title = {row["title"]: tables.chunk(row["chunk_id"]) for row in tables.chunks}
+    for number, row in enumerate(tables.samples, 100):
+        contexts = [of_title[context["title"]] for context in data_row(number)["contexts"]]
+        texts = [text for chunk in contexts for text in chunk.nugget_texts]
+        [everything] = hashed_pairs([(row["question"], texts)])
+        chosen = sorted(score for scores in row["nugget_scores"] for score in scores)[-4:]
+        assert chosen == sorted(everything)[-4:]
+
+
+def test_scores_are_kept_and_a_stopped_build_goes_on(world, monkeypatch):
+    options = {"rerank_chunks": 4, "nugget_scorer": "cross_encoder"}
+    use_cross_encoder(monkeypatch, hashed_pairs)
+    whole = recipe(
+        world,
+        data={"built_root": str(world / "whole")},
+        retrieval={"cross_encoder": {"path": str(world / "encoder")}, **options},
+    )
+    build(whole, "train")
+    scored = []
+
+    def breaking(asked):
+        if len(scored) + len(asked) > limit:
+            raise InterruptionError
+        scored.extend((question, *texts) for question, texts in asked)
+        return hashed_pairs(asked)
+
+    use_cross_encoder(monkeypatch, breaking)
+    for name in ("CHUNKS_TO_RERANK_A_BATCH", "NUGGET_LISTS_A_BATCH"):
+        monkeypatch.setattr(build_assets, name, 8)
+    config = read_together(world, **options)
+    built = None
+    limit = 0
+    while built is None:
+        limit += 50
+        with suppress(InterruptionError):
+            built = build(config, "train")
+    assert limit > 150
+    for name in ("chunks.arrow", "samples.arrow", "report.json"):
+        twin = built_folder(whole, "train") / name
+        assert (built.folder / name).read_bytes() == twin.read_bytes()
+    assert len(scored) == len(set(scored)) == 30 * (4 + 3)
+    # Another number of nuggets needs no other score.
+    made = build(read_together(world, k=5, **options), "train").made
+    assert made["chunk scores"].missing == made["nugget scores"].missing == 0
+    assert (made["chunk scores"].distinct, made["nugget scores"].distinct) == (120, 90)
+    # Nuggets that another model scores are not encoded.
+    assert set(made) == {"passages", "questions", "chunks", "chunk scores", "nugget scores"}
+
+
+def test_the_cross_encoder_is_in_the_key_where_it_is_used(world):
+    plain = built_folder(recipe(world), "dev")
+    assert built_folder(read_together(world), "dev") == plain
+    options = [
+        {"nugget_scorer": "cross_encoder"},
+        {"rerank_chunks": 3},
+        {"rerank_chunks": 4},
+        {"rerank_chunks": 4, "nugget_scorer": "cross_encoder"},
+    ]
+    folders = [built_folder(read_together(world, **one), "dev") for one in options]
+    assert len({plain, *folders}) == 5
+    (world / "encoder" / "config.json").write_text("{ }")
+    assert not {plain, *folders} & {
+        built_folder(read_together(world, **one), "dev") for one in options
+    }
+
+
+def test_without_the_cross_encoder_nothing_is_built(world):
+    config = read_together(world, cross_encoder={"path": "no/such"}, rerank_chunks=3)
+    with pytest.raises(UserError, match=r"retrieval\.cross_encoder\.path: no model at 'no/such'"):
+        build(config, "dev")
+    config = read_together(
+        world, cross_encoder={"path": str(world / "encoder"), "device": "cuda:99"}, rerank_chunks=3
+    )
+    with pytest.raises(UserError, match=r"retrieval\.cross_encoder\.device: no cuda:99"):
+        build(config, "dev")
+    # The stand-in has a name alone.
+    with pytest.raises(UserError, match=r"retrieval\.cross_encoder\.path: .* does not load as a"):
+        build(read_together(world, rerank_chunks=3), "dev")
     assert not (world / "built").exists()

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast, XLMRobertaConfig, XLMRobertaMo
 from data_builders.encoded import Encoded, unit_rows
 from data_builders.encoder import encoder_identity, load_encoder
 from data_builders.retrieval import cosine_scores, scores, top
-from recipes.building import RetrievalConfig, RetrievalWeights
 from recipes.errors import UserError
+from recipes.retrieval import RetrievalConfig, RetrievalWeights
 
 SPECIALS = ["<s>", "<pad>", "</s>", "<unk>"]
 TEXTS = [

@@ -22,8 +22,9 @@ from data_builders.executor import make_assets
 from data_builders.ray_cluster import leaving_ray
 from data_builders.records import Passage
 from data_builders.workers import ChunkWork, EncodeWork, chunk_item, text_items
-from recipes.building import BuildConfig, NuggetsConfig, RetrievalConfig
+from recipes.building import BuildConfig, NuggetsConfig
 from recipes.errors import UserError
+from recipes.retrieval import RetrievalConfig
 
 pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = pytest.mark.slow
@@ -36,10 +37,10 @@ from recipes.logs import set_up_logging
 set_up_logging()
 logging.getLogger("data_builders").setLevel(logging.WARNING)
 from dataclasses import asdict
-from data_builders import build, pipeline, ray_cluster
+from data_builders import build, build_assets, pipeline, ray_cluster
 from recipes.exit import run
 from recipes.resolve import resolve
-pipeline.PASSAGES_A_BATCH["rules"], pipeline.TEXTS_A_BATCH = 6, 16
+pipeline.PASSAGES_A_BATCH["rules"], build_assets.TEXTS_A_BATCH = 6, 16
 def command():
     with ray_cluster.leaving_ray():
         built = build.build(resolve(sys.argv[1:]).config, "train")

@@ -19,7 +19,7 @@ from data_builders.retrieval import (
     select_nuggets,
     top,
 )
-from recipes.building import RetrievalConfig, RetrievalWeights
+from recipes.retrieval import RetrievalConfig, RetrievalWeights
 
 SCORES = st.lists(
     st.lists(st.sampled_from([-0.5, 0.0, 0.25, 0.5]), max_size=5), min_size=1, max_size=4
@@ -228,6 +228,17 @@ def test_shuffled_candidates_of_distinct_scores_give_the_same_selection(seed):
         ({"weights": {"dense": -1.0}}, "greater than or equal to 0"),
         ({"weights": {"dense": 0.0, "sparse": 1.0}, "candidates": "corpus"}, "by dense vectors"),
         ({"bm25": True, "selection": "one_stage"}, "which one_stage does not do"),
+        ({"nugget_scorer": "cross_encoder"}, "needs the section retrieval.cross_encoder"),
+        ({"rerank_chunks": 9}, "rerank_chunks needs the section retrieval.cross_encoder"),
+        (
+            {"rerank_chunks": 4, "cross_encoder": {"path": "any"}},
+            r"at least retrieval\.k_c \(5\), got 4",
+        ),
+        (
+            {"rerank_chunks": 9, "cross_encoder": {"path": "any"}, "selection": "one_stage"},
+            "among chunks, which one_stage does not do",
+        ),
+        ({"cross_encoder": {"path": "any", "max_tokens": 8}}, "greater than or equal to 32"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):

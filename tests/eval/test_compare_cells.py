@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from built import BuiltTables, patch_built
 from tiny import tiny_model
 from torch import Tensor
 
-from cache_ops.links import add_links, save_links, take_links
+from cache_ops.contextualizer import ContextualizerSpec, new_contextualizer, save_contextualizer
+from cache_ops.soft_tokens import add_soft_tokens, save_soft_tokens, take_soft_tokens
 from cache_ops.supply import Supply
 from data_builders.tables import Chunk
 from eval.answers import Answer, read_answers
@@ -44,11 +46,10 @@ def run_of(tmp_path: Path, name: str, seed: int, links: int = 0) -> Path:
     folder = tmp_path / name / "checkpoint"
     model = tiny_model("qwen2", seed=seed)
     if links:
-        add_links(model, 3, links, seed=seed)
-        taken = take_links(model)
-        assert taken is not None
+        add_soft_tokens(model, {"links": (3, links)}, seed=seed)
+        taken = take_soft_tokens(model)
         model.save_pretrained(folder)
-        save_links(folder, taken, links)
+        save_soft_tokens(folder, taken)
     else:
         model.save_pretrained(folder)
     return folder.parent
@@ -124,6 +125,44 @@ def test_arms_of_ones_own(recipe: MakeRecipe) -> None:
     config = recipe(systems=["kvlink"], checkpoints=["base"], arms=[arm])
     rows = {row["arm"]: row["active_tokens"] for row in compare(config)["results"]}
     assert rows[""] == rows["one link"] + 3 * 4
+
+
+def test_anchors_packets_and_repair_as_arms(recipe: MakeRecipe) -> None:
+    changes = {
+        "anchors": ["context.anchors={prefix_tokens: 3, suffix_tokens: 2}"],
+        "packets": ["context.packets={before_tokens: 2, after_tokens: 1}"],
+        "repair": ["context.repair={ratio: 0.5}"],
+        "none": ["context.repair={ratio: 0.0}"],
+    }
+    changes["together"] = [change for name in list(changes)[:3] for change in changes[name]]
+    arms = [{"name": name, "set": list(options)} for name, options in changes.items()]
+    config = recipe(systems=["coinrag"], checkpoints=["base"], arms=arms, questions_per_dataset=1)
+    compare(config)
+    by_arm: dict[str, dict[str, Answer]] = {}
+    for answer in answers_of(config):
+        by_arm.setdefault(answer.arm, {})[answer.question_id] = answer
+    for question_id, plain in by_arm[""].items():
+        given = {name: answers[question_id] for name, answers in by_arm.items()}
+        packets = given["packets"]
+        slices, rest = divmod(packets.active_tokens - plain.active_tokens, 3)
+        assert slices >= 1
+        assert rest == 0
+        assert packets.online_tokens == plain.online_tokens + 3 * slices
+        assert packets.evidence == plain.evidence
+        assert given["anchors"].online_tokens == plain.online_tokens
+        more = given["anchors"].active_tokens - plain.active_tokens
+        assert more == given["anchors"].context_tokens - plain.context_tokens > 0
+        assert given["anchors"].evidence[: len(plain.evidence)] == plain.evidence
+        assert len(given["anchors"].evidence) > len(plain.evidence)
+        assert given["repair"].active_tokens == plain.active_tokens
+        prefix = plain.active_tokens
+        # Layers 0 and 1 of two compute every row.
+        assert given["repair"].recomputed_tokens == given["none"].recomputed_tokens == prefix
+        together = given["together"]
+        assert together.recomputed_tokens == given["anchors"].active_tokens
+        assert together.active_tokens > given["anchors"].active_tokens
+    with pytest.raises(UserError, match=r"context.repair.check_layer: .* last one is 1"):
+        compare(with_changes(config, ["context.repair={check_layer: 2}", "eval.arms=[]"]))
 
 
 @pytest.mark.parametrize(
@@ -260,14 +299,35 @@ def test_trained_link_tokens_are_served_and_others_refused(
         compare(unlinked)
     # Other link tokens on the same weights are other answers.
     model = tiny_model("qwen2", seed=7)
-    add_links(model, 3, 2, seed=1)
-    taken = take_links(model)
-    assert taken is not None
-    save_links(tmp_path / "linked" / "checkpoint", 40 * taken, 2)
+    add_soft_tokens(model, {"links": (3, 2)}, seed=1)
+    taken = {name: 40 * table for name, table in take_soft_tokens(model).items()}
+    save_soft_tokens(tmp_path / "linked" / "checkpoint", taken)
     compare(two)
     again = [a for a in answers_of(two) if a.checkpoint == "fine_tuned"]
     assert {a.key for a in again}.isdisjoint(a.key for a in tuned)
     assert [a.answer for a in again] != [a.answer for a in tuned]
+
+
+def test_a_contextualizer_corrects_the_system_that_it_was_trained_with(
+    recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    # The base model's weights, so that nothing else tells the two checkpoints apart.
+    run = run_of(tmp_path, "corrected", seed=1)
+    spec = ContextualizerSpec.of(tiny_model("qwen2").config, "coinrag", width=16, layers=1, heads=2)
+    contextualizer = new_contextualizer(spec, seed=0)
+    for matrix in contextualizer.write:
+        torch.nn.init.normal_(matrix.get_parameter("weight"))
+    save_contextualizer(run / "checkpoint", contextualizer)
+    systems = ["coinrag", "turborag"]
+    config = recipe(systems=systems, runs=dict.fromkeys(systems, str(run)), questions_per_dataset=2)
+    with pytest.raises(UserError, match=r"a context\.contextualizer of width=16 .* asks for none"):
+        compare(config)
+    compare(with_changes(config, ["context.contextualizer={width: 16, heads: 2}"]))
+    said: dict[tuple[str, str], dict[str, str]] = {}
+    for answer in answers_of(config):
+        said.setdefault((answer.system, answer.checkpoint), {})[answer.question_id] = answer.answer
+    assert said["turborag", "fine_tuned"] == said["turborag", "base"]
+    assert said["coinrag", "fine_tuned"] != said["coinrag", "base"]
 
 
 def test_fewer_questions_of_each_set_and_then_all(recipe: MakeRecipe) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from cache_ops.layout import Layout, computed
-from cache_ops.links import Links
 from cache_ops.plan import PrefixPlan
+from cache_ops.soft_tokens import SoftTokens
 from data_builders.nuggets.online import OnlineNugget
 from data_builders.prompt import PromptTemplate
 from data_builders.tables import Chunk
@@ -143,7 +143,7 @@ def test_gold_tokens_of_whole_chunks(
 
 
 def test_link_tokens_are_context_and_nobodys(question: Question, serving: Serving) -> None:
-    linked = replace(serving, links=Links(1000, 3, 2))
+    linked = replace(serving, soft_tokens={"links": SoftTokens(1000, 3, 2)})
     served = SYSTEMS["kvlink"].request(question, Width(3, None), linked)
     sizes = [len(chunk.token_ids) for chunk in question.chunks]
     found = diagnose(question, served, 3, 1.0)

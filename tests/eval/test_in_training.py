@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -14,15 +14,18 @@ from transformers import PreTrainedModel
 
 import eval.compare
 from cache_ops.attention import PACKED, enable_packed
+from cache_ops.encode import encode_chunk, encode_chunks
 from cache_ops.hf import load_model, load_tokenizer
-from cache_ops.links import add_links, save_links, take_links
+from cache_ops.soft_tokens import add_soft_tokens, save_soft_tokens, take_soft_tokens
 from cache_ops.supply import MissingSlicesError, Supply
 from data_builders.kv import supply_over
 from data_builders.tables import Chunk
 from eval.answers import read_answers
 from eval.compare import compare
 from eval.in_training import open_evaluator
+from eval.lockstep import Lockstep
 from recipes.errors import UserError
+from recipes.resolve import with_changes
 from recipes.schema import Recipe
 from recipes.training import EvaluateConfig
 
@@ -71,7 +74,7 @@ def compared(config: Recipe) -> dict[tuple[str, str], tuple[str, float, float, b
 def evaluated(
     config: Recipe, accelerator: Accelerator, model: Any, **given: Any
 ) -> dict[tuple[str, str], tuple[str, float, float, bool]]:
-    given = {"links": None, "frozen": None, **given}
+    given = {"soft_tokens": {}, "frozen": None, **given}
     found = open_evaluator(config, accelerator, model, tokenizer_of(config), **given)()
     assert found["questions"] == len(found["answers"]) == 5
     for name, scale in (("f1", 100), ("em", 100)):
@@ -90,10 +93,11 @@ def test_answers_are_those_of_a_comparison_of_the_checkpoint(
     config = recipe(systems=list(SYSTEMS), checkpoints=["fine_tuned"], concurrent_requests=2)
     expected = compared(config)
     model = live_model(config)
-    found: dict[Any, Any] = {}
-    for system in SYSTEMS:
-        found |= evaluated(trained_as(config, system), accelerator, model)
-    assert found == expected
+    for split in (False, True):
+        found: dict[Any, Any] = {}
+        for system in SYSTEMS:
+            found |= evaluated(trained_as(config, system), accelerator, model, split=split)
+        assert found == expected
     assert len({answer for answer, *_ in found.values()}) > 3, "answers differ"
 
 
@@ -103,11 +107,54 @@ def test_live_link_tokens_answer(recipe: MakeRecipe, accelerator: Accelerator) -
     systems = config.systems.model_copy(update={"kvlink": kvlink})
     config = config.model_copy(update={"systems": systems})
     model = live_model(config)
-    links = add_links(model, documents=3, per_document=2, seed=3)
-    found = evaluated(trained_as(config, "kvlink"), accelerator, model, links=links)
-    links_ND = take_links(model)
-    assert links_ND is not None
-    save_links(Path(config.train.run_folder) / "checkpoint", links_ND, 2)
+    added = add_soft_tokens(model, {"links": (3, 2)}, seed=3)
+    found = evaluated(trained_as(config, "kvlink"), accelerator, model, soft_tokens=added)
+    save_soft_tokens(Path(config.train.run_folder) / "checkpoint", take_soft_tokens(model))
+    assert found == compared(config)
+
+
+def test_a_rank_that_is_done_runs_passes_until_all_are(
+    recipe: MakeRecipe, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = live_model(recipe(checkpoints=["fine_tuned"]))
+    modes: list[tuple[bool, bool]] = []
+    model.register_forward_hook(
+        lambda *_: modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+    )
+    # This rank has two passes to run, the slowest five.
+    meetings = iter([1] * 5 + [0])
+    told: list[int] = []
+
+    def total(mine: torch.Tensor, how: str) -> torch.Tensor:
+        told.append(int(mine))
+        return mine + next(meetings)
+
+    monkeypatch.setattr(accelerator, "reduce", total)
+    lockstep = Lockstep(model, accelerator)
+    encoded = encode_chunks(cast(PreTrainedModel, lockstep), [[1, 2, 3], [4]])
+    assert all(map(torch.equal, encoded, encode_chunks(model, [[1, 2, 3], [4]])))
+    with torch.inference_mode():
+        encode_chunk(cast(PreTrainedModel, lockstep), [1, 2])
+        lockstep.finish()
+    assert told == [1, 1, 0, 0, 0, 0]
+    assert modes == [(False, False)] * 5
+    assert next(meetings, None) is None
+
+
+def test_live_packets_answer_over_anchored_and_repaired_slices(
+    recipe: MakeRecipe, accelerator: Accelerator
+) -> None:
+    options = (
+        "context.packets={before_tokens: 1, after_tokens: 2}",
+        "context.anchors={prefix_tokens: 2, suffix_tokens: 2}",
+        "context.repair={ratio: 0.3}",
+    )
+    config = with_changes(recipe(systems=["coinrag"], checkpoints=["fine_tuned"]), options)
+    model = live_model(config)
+    shapes = {"packets_before": (1, 1), "packets_after": (1, 2)}
+    added = add_soft_tokens(model, shapes, seed=3)
+    found = evaluated(trained_as(config, "coinrag"), accelerator, model, soft_tokens=added)
+    save_soft_tokens(Path(config.train.run_folder) / "checkpoint", take_soft_tokens(model))
     assert found == compared(config)
 
 

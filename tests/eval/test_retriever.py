@@ -7,7 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small import data_row, encode_words, save_stand_ins, words_encoder, write_rows
+from small import (
+    data_row,
+    encode_words,
+    hashed_pairs,
+    save_stand_ins,
+    words_encoder,
+    write_rows,
+)
 
 from data_builders import workers
 from data_builders.build import build, built_folder, load_built
@@ -49,6 +56,8 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (workers, retriever):
         monkeypatch.setattr(module, "load_encoder", load)
+        monkeypatch.setattr(module, "load_cross_encoder", lambda config, threads: hashed_pairs)
+    monkeypatch.setattr("data_builders.build.check_cross_encoder", lambda config: None)
     return texts
 
 
@@ -76,6 +85,7 @@ def recipe(folder: Path, candidates: str = "corpus", **retrieval: object) -> Rec
                 "k_c": 3,
                 "k": 4,
                 "candidates": candidates,
+                "cross_encoder": {"path": str(folder / "encoder")},
                 **retrieval,
             },
             "train": {"run_folder": str(folder / "run")},
@@ -103,6 +113,10 @@ SETTINGS = {
     "two_stage": {},
     "one_stage": {"selection": "one_stage"},
     "bm25": {"bm25": True},
+    "cross-encoder": {"nugget_scorer": "cross_encoder"},
+    "reranked": {"rerank_chunks": 9},
+    "reranked, cross-encoder": {"rerank_chunks": 9, "nugget_scorer": "cross_encoder"},
+    "one_stage, cross-encoder": {"selection": "one_stage", "nugget_scorer": "cross_encoder"},
     "three scores": {"weights": {"dense": 1.0, "sparse": 0.3, "colbert": 0.7}},
     "three scores, one stage": {
         "selection": "one_stage",
@@ -194,3 +208,21 @@ def test_what_is_not_built_or_cannot_be_searched_is_told(folder, encoded):
     lexical = recipe(folder, "contexts", weights={"dense": 0.0, "sparse": 1.0})
     with pytest.raises(UserError, match=r"retrieval\.weights\.dense: .* above 0"):
         Retriever.open(lexical)
+
+
+def test_what_the_cross_encoder_scores_is_not_encoded(folder, encoded):
+    config = recipe(folder, nugget_scorer="cross_encoder")
+    build(config, "dev")
+    tables = load_built(config, "dev")
+    Retriever.open(config).retrieve(tables.samples[0]["question"])
+    assert set(encoded) == {row["text"] for row in tables.chunks} | set(tables.samples["question"])
+
+
+def test_a_question_is_embedded_once(folder, encoded):
+    config = recipe(folder)
+    build(config, "dev")
+    opened = Retriever.open(config)
+    encoded.clear()
+    opened.retrieve("Where?")
+    opened.retrieve("When?")
+    assert encoded == ["Where?", "When?"]

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from cache_ops.links import Links
 from cache_ops.plan import PROMPT, Slice
+from cache_ops.soft_tokens import SoftTokens
 from data_builders.prompt import PromptTemplate
 from eval.systems import SYSTEMS, Question, Serving, Width
 from recipes.resolve import with_changes
@@ -119,7 +119,7 @@ def test_composite_chunks_start_together(question: Question, serving: Serving) -
 
 
 def test_kvlink_computes_its_link_tokens_online(question: Question, serving: Serving) -> None:
-    linked = replace(serving, links=Links(first_id=500, documents=3, per_document=2))
+    linked = replace(serving, soft_tokens={"links": SoftTokens(500, 3, 2)})
     layout = SYSTEMS["kvlink"].request(question, Width(3, None), linked).layout
     assert layout.online_ids == (500, 501, 502, 503, 504, 505)
     unlinked = SYSTEMS["kvlink"].request(question, Width(3, None), serving).layout

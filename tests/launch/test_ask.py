@@ -26,13 +26,25 @@ def asked(*questions: str) -> list[str]:
     return [word for question in questions for word in ("--question", question)]
 
 
-@pytest.mark.parametrize("system", ["coinrag", "kvlink", "standard_rag"])
-def test_each_system_answers(built, capsys, tmp_path, system):
+REPAIRED = ["context.anchors={prefix_tokens: 2, suffix_tokens: 1}", "context.repair={ratio: 0.5}"]
+AVERAGED = [
+    "context.anchors.summary=mean",
+    "context.packets={}",
+    "context.contextualizer={width: 16}",
+]
+
+
+@pytest.mark.parametrize(
+    ("system", "options"),
+    [("coinrag", []), ("coinrag", REPAIRED), ("coinrag", AVERAGED), ("kvlink", []),
+     ("standard_rag", [])],
+)  # fmt: skip
+def test_each_system_answers(built, capsys, tmp_path, system, options):
     files = {name: tmp_path / "out" / name for name in ("log.jsonl", "metrics.prom")}
     (tmp_path / "out").mkdir()
     words = ["--system", system, "--log", str(files["log.jsonl"])]
     words += ["--metrics", str(files["metrics.prom"]), "--json"]
-    assert cli.main(["ask", *built(), *asked(*QUESTIONS), *words]) == 0
+    assert cli.main(["ask", *built(*options), *asked(*QUESTIONS), *words]) == 0
     [line] = capsys.readouterr().out.splitlines()
     answers = json.loads(line)["answers"]
     assert [answer["question"] for answer in answers] == QUESTIONS
@@ -74,6 +86,22 @@ def test_no_question_and_nothing_built_are_told(built, capsys, monkeypatch):
     assert "no question: give --question TEXT" in capsys.readouterr().err
     assert cli.main(["ask", *built("data.chunk_tokens=99"), *asked("Where?")]) == 2
     assert "run `coinrag build`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("context.packets={}", "trained with 0 packet tokens before each slice"),
+        ("context.contextualizer={}", "trained with a context.contextualizer of none"),
+        ("context.repair={check_layer: 2}", "context.repair.check_layer: the check layer is 2"),
+    ],
+)
+def test_weights_that_do_not_have_what_an_option_needs_are_named(built, capsys, option, message):
+    words = [*asked(QUESTIONS[0]), "--checkpoint", "fine_tuned"]
+    assert cli.main(["ask", *built(option), *words]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize("option", ["--log", "--metrics"])

@@ -88,6 +88,8 @@ SURFACE = {
         "OUT",
         "QUESTIONS",
     ],
+    "nuggets": ["--help", "--json", "--picture", "-h", "RECIPE|KEY=VALUE"],
+    "train-scorer": ["--help", "--json", "-h", "RECIPE|KEY=VALUE"],
     "train": [
         "--head",
         "--help",

@@ -45,12 +45,16 @@ def test_success_is_zero_whatever_is_returned() -> None:
 
 
 def test_failure_is_left_in_the_status_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(STATUS_FILE_VARIABLE, str(tmp_path / "status"))
     run(lambda: None)
     assert not (tmp_path / "status").exists()
-    run(lambda: _raise(UserError("fix it")))
+    # Whichever rank comes first, and it alone, tells the user.
+    for rank, told in (("1", "error: fix it\n"), ("0", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert run(lambda: _raise(UserError("fix it"))).status == 2
+        assert capsys.readouterr().err == told
     left = json.loads((tmp_path / "status").read_text(encoding="utf-8"))
     assert left == {"status": 2, "message": "fix it"}
     run(lambda: _raise(RuntimeError("a rank has lost its connection to the first that failed")))

@@ -120,7 +120,10 @@ def test_all_mistakes_come_in_one_message(tiny: str, tmp_path: Path) -> None:
     )
     assert f"train.epochs ({second}:3): expected integer, got 'two'" in message
     assert f"raft.noise_probability ({second}:4): expected at most 1, got 2" in message
-    assert "train.tuning (command line): expected one of 'full' or 'lora', got 'loar'" in message
+    assert (
+        "train.tuning (command line): expected one of 'full', 'lora' or 'none', got 'loar'"
+        in message
+    )
     assert "did you mean lora?" in message
     assert "retreival.k (command line): unknown key; did you mean retrieval.k?" in message
     assert "seed (command line): not YAML" in message

@@ -12,41 +12,52 @@ ROOT = Path(recipes.__file__).parent
 
 # A change here is a change of the public configuration: say so in its commit.
 SURFACE = """
-build.executor build.ray_address build.ray_gpus_a_worker build.ray_workers context.encoding
-context.gradient context.positions data.built_root data.chunk_tokens data.corpus data.dev
-data.dev_format data.dev_rows_per_file data.format data.train data.train_rows_per_file
-eval.ablations eval.arms eval.bootstrap_resamples eval.budgets_ms eval.checkpoints
-eval.concurrent_requests eval.injection_clean eval.injections eval.max_new_tokens
-eval.max_prompt_tokens eval.output eval.questions_per_dataset eval.runs.ape
+build.executor build.ray_address build.ray_gpus_a_worker build.ray_workers
+context.anchors.prefix_tokens context.anchors.suffix_tokens context.anchors.summary
+context.contextualizer.heads
+context.contextualizer.layers context.contextualizer.width context.encoding context.gradient
+context.packets.after_tokens context.packets.before_tokens context.positions
+context.repair.check_layer context.repair.metric context.repair.ratio data.built_root
+data.chunk_tokens data.corpus data.dev data.dev_format data.dev_rows_per_file data.format
+data.train data.train_rows_per_file eval.ablations eval.arms eval.bootstrap_resamples
+eval.budgets_ms eval.checkpoints eval.concurrent_requests eval.injection_clean eval.injections
+eval.max_new_tokens eval.max_prompt_tokens eval.output eval.questions_per_dataset eval.runs.ape
 eval.runs.block_attention eval.runs.cacheblend eval.runs.coinrag eval.runs.epic eval.runs.kvlink
-eval.runs.online_nuggets eval.runs.standard_rag eval.runs.turborag eval.systems
-eval.ttft_repeats eval.warmup_questions eval.widths model.dtype model.path name
-nuggets.extractor nuggets.fuzzy_threshold nuggets.llm.api_key_variable nuggets.llm.attempts
-nuggets.llm.base_url nuggets.llm.concurrent_requests nuggets.llm.input_price
-nuggets.llm.max_cost nuggets.llm.max_output_tokens nuggets.llm.max_requests
-nuggets.llm.max_total_tokens nuggets.llm.model nuggets.llm.output nuggets.llm.output_price
-nuggets.llm.temperature nuggets.llm.timeout_seconds nuggets.local_model.batch_size
-nuggets.local_model.device nuggets.local_model.dtype nuggets.local_model.max_new_tokens
-nuggets.local_model.path prompt.after_passages prompt.before_passages prompt.system
-raft.noise_probability retrieval.batch_size retrieval.bm25 retrieval.candidates retrieval.device
-retrieval.encoder retrieval.encoder_kind retrieval.k retrieval.k_c retrieval.order
-retrieval.overlap retrieval.selection retrieval.weights.colbert retrieval.weights.dense
-retrieval.weights.sparse seed store.check_reads store.dtype store.folder store.keep
-store.max_gib store.memory_gib store.read_threads store.shard_mib store.when_full
-systems.ape.scale systems.ape.temperature systems.cacheblend.check_layer
-systems.cacheblend.gradual systems.cacheblend.metric systems.cacheblend.ratio
-systems.epic.recomputed_tokens systems.kvlink.link_tokens systems.online_nuggets.extractor
-systems.online_nuggets.style systems.turborag.positions train.attention
-train.effective_batch_samples train.epochs train.evaluate.every_steps train.evaluate.keep_best
-train.evaluate.patience train.evaluate.questions_per_dataset train.evaluate.sample_answers
-train.gradient_checkpointing train.group_shared_chunks train.init_from train.keep_states
-train.learning_rate train.log_every_steps train.lora.activated train.lora.alpha train.lora.dora
-train.lora.dropout train.lora.rank train.lora.rank_stabilized train.lora.target_modules
-train.max_grad_norm train.max_length_tokens train.max_steps train.micro_batch_samples
-train.micro_batch_tokens train.mixed_precision train.optimizer train.resume train.run_folder
-train.save_every_steps train.schedule train.spike_factor train.system train.tensorboard
-train.trackio.project train.tuning train.wandb.mode train.wandb.project train.warmup_fraction
-train.weight_decay
+eval.runs.online_nuggets eval.runs.standard_rag eval.runs.turborag eval.systems eval.ttft_repeats
+eval.warmup_questions eval.widths model.dtype model.path name nuggets.extractor
+nuggets.fuzzy_threshold nuggets.llm.api_key_variable nuggets.llm.attempts nuggets.llm.base_url
+nuggets.llm.concurrent_requests nuggets.llm.input_price nuggets.llm.max_cost
+nuggets.llm.max_output_tokens nuggets.llm.max_requests nuggets.llm.max_total_tokens
+nuggets.llm.model nuggets.llm.output nuggets.llm.output_price nuggets.llm.temperature
+nuggets.llm.timeout_seconds nuggets.local_model.batch_size nuggets.local_model.device
+nuggets.local_model.dtype nuggets.local_model.max_new_tokens nuggets.local_model.path
+nuggets.neighbour_sentences prompt.after_passages prompt.before_passages prompt.system
+raft.noise_probability retrieval.batch_size retrieval.bm25 retrieval.budget.a_chunk
+retrieval.budget.max_similarity retrieval.budget.tokens retrieval.candidates
+retrieval.cross_encoder.batch_size retrieval.cross_encoder.device
+retrieval.cross_encoder.max_tokens retrieval.cross_encoder.path retrieval.device retrieval.encoder
+retrieval.encoder_kind retrieval.hidden_ffn.add_cosine retrieval.hidden_ffn.path
+retrieval.hidden_ffn.vectors retrieval.hidden_ffn.width retrieval.k retrieval.k_c
+retrieval.min_score retrieval.nugget_scorer retrieval.order retrieval.overlap
+retrieval.rerank_chunks retrieval.selection retrieval.weights.colbert retrieval.weights.dense
+retrieval.weights.sparse scorer.batch_questions scorer.epochs scorer.held_out scorer.learning_rate
+scorer.patience scorer.seed scorer.weak_labels scorer.weight_decay seed store.check_reads
+store.dtype store.folder store.keep store.max_gib store.memory_gib store.read_threads
+store.shard_mib store.when_full systems.ape.scale systems.ape.temperature
+systems.cacheblend.check_layer systems.cacheblend.gradual systems.cacheblend.metric
+systems.cacheblend.ratio systems.epic.recomputed_tokens systems.kvlink.link_tokens
+systems.online_nuggets.extractor systems.online_nuggets.style systems.turborag.positions
+train.attention train.distillation.answers train.distillation.temperature train.distillation.top_k
+train.distillation.weight train.effective_batch_samples train.epochs train.evaluate.every_steps
+train.evaluate.keep_best train.evaluate.patience train.evaluate.questions_per_dataset
+train.evaluate.sample_answers train.gradient_checkpointing train.group_shared_chunks
+train.init_from train.keep_states train.learning_rate train.log_every_steps train.lora.activated
+train.lora.alpha train.lora.dora train.lora.dropout train.lora.rank train.lora.rank_stabilized
+train.lora.target_modules train.max_grad_norm train.max_length_tokens train.max_steps
+train.micro_batch_samples train.micro_batch_tokens train.mixed_precision train.optimizer
+train.resume train.run_folder train.save_every_steps train.schedule train.spike_factor
+train.system train.tensorboard train.trackio.project train.tuning train.wandb.mode
+train.wandb.project train.warmup_fraction train.weight_decay
 """
 
 

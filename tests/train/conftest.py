@@ -19,6 +19,7 @@ from launch.training import SCRIPT, run_training
 from recipes.resolve import resolve
 from train import recorder
 from train.trainer import train
+from train.watching import OpenEvaluator
 
 RECIPE = """
 name: tiny
@@ -56,13 +57,15 @@ class Workplace:
         assert ending.status == 0, ending.message
         return self.metrics(name)
 
-    def train_here(self, name: str, *overrides: str) -> list[dict[str, Any]]:
+    def train_here(
+        self, name: str, *overrides: str, evaluator: OpenEvaluator = open_evaluator
+    ) -> list[dict[str, Any]]:
         """Trains in this process, which saves a start, and returns the metrics."""
         with pytest.MonkeyPatch.context() as patch:
             # Drawing takes longer than training here.
             patch.setattr(recorder, "draw_curves", lambda lines, path: None)
             try:
-                train(resolve(self.arguments(name, *overrides)), open_evaluator)
+                train(resolve(self.arguments(name, *overrides)), evaluator)
             finally:
                 AcceleratorState._reset_state(reset_partial_state=True)
         return self.metrics(name)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from small import tiny_tokenizer
 from tiny import tiny_model
 
-from cache_ops.links import links_saved_in
+from cache_ops.soft_tokens import SOFT_TOKENS_FILE, soft_tokens_saved_in
 from launch.training import run_training
 from recipes.errors import UserError
 from recipes.resolve import resolve
@@ -45,7 +45,7 @@ RESUME = "train.resume=true"
 EXACT = ("step", "epoch", "loss", "gradient_norm", "learning_rate", "packed_tokens", "evaluation")
 
 
-def open_scores(config, accelerator, model, tokenizer, links, supply):
+def open_scores(config, accelerator, model, *_):
     """Stands in for an evaluation: an F1 of all weights, best after two of three."""
 
     def evaluate():
@@ -368,11 +368,11 @@ def test_init_from_takes_link_tokens_over(workplace) -> None:
     start = f"train.init_from={workplace.folder / 'linked'}"
     run_here(workplace, "linked_on", *links, start, "train.learning_rate=1e-9")
     first, second = (
-        load_file(workplace.folder / name / "checkpoint" / "link_tokens.safetensors")["links"]
+        load_file(workplace.folder / name / "checkpoint" / SOFT_TOKENS_FILE)["links"]
         for name in ("linked", "linked_on")
     )
     assert torch.allclose(first, second, atol=1e-7)
-    assert links_saved_in(workplace.folder / "linked_on" / "checkpoint") == 2
+    assert soft_tokens_saved_in(workplace.folder / "linked_on" / "checkpoint") == {"links": (3, 2)}
     with pytest.raises(UserError, match=r"has 2 link tokens a document.*asks for 3: set it to 2"):
         run_here(workplace, "none", links[0], "systems.kvlink.link_tokens=3", start)
 

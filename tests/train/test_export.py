@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cache_ops.fingerprint import Fingerprint
 from cache_ops.hf import load_model, load_tokenizer
-from cache_ops.links import LINKS_FILE, add_links
+from cache_ops.soft_tokens import SOFT_TOKENS_FILE, add_soft_tokens
 from data_builders.key import tokenizer_identity
 from data_builders.prompt import PromptTemplate
 from launch import cli
@@ -51,12 +51,11 @@ def finished(workplace, name, *overrides):
         for weight_name, weight in model.named_parameters():
             if "lora_B" in weight_name:
                 weight.normal_(std=0.1)
-    links = resolved.config.train.system == "kvlink"
-    if links:
-        add_links(model, documents=3, per_document=2, seed=0)
+    if resolved.config.train.system == "kvlink":
+        add_soft_tokens(model, {"links": (3, 2)}, seed=0)
     template = PromptTemplate(tokenizer, resolved.config.prompt)
     invocation = invocation_ids(template) if resolved.config.train.lora.activated else None
-    save_model(folder, model, tokenizer, link_tokens=2 * links, invocation=invocation)
+    save_model(folder, model, tokenizer, invocation=invocation)
     return folder
 
 
@@ -128,7 +127,7 @@ def test_weights_are_cast_and_say_so(kvlink, tmp_path) -> None:
     run = AutoModelForCausalLM.from_pretrained(kvlink / "checkpoint", dtype=torch.bfloat16)
     for (name, one), other in zip(model.named_parameters(), run.parameters(), strict=True):
         assert torch.equal(one, other), name
-    assert load_file(out / LINKS_FILE)["links"].dtype == torch.float32
+    assert load_file(out / SOFT_TOKENS_FILE)["links"].dtype == torch.float32
     assert read(out / "serving.json")["dtype"] == "bfloat16"
 
 
@@ -155,8 +154,8 @@ def test_files_are_for_any_reader(kvlink, merged) -> None:
     assert set(settings.eos_token_id) == {tokenizer.convert_tokens_to_ids(end) for end in ends}
     assert (settings.do_sample, settings.max_new_tokens) == (False, 32)
     assert torch.equal(
-        load_file(merged / LINKS_FILE)["links"],
-        load_file(kvlink / "checkpoint" / LINKS_FILE)["links"],
+        load_file(merged / SOFT_TOKENS_FILE)["links"],
+        load_file(kvlink / "checkpoint" / SOFT_TOKENS_FILE)["links"],
     )
 
 
@@ -175,7 +174,8 @@ def test_the_contract_is_true(kvlink, merged) -> None:
     whole = prompt["static"]["text"] + "{passages}" + "{question}".join(prompt["query"].values())
     assert chat == whole
     assert prompt["stop_token_ids"] == sorted(run.template.stop_ids)
-    assert found["link_tokens"] == {"file": LINKS_FILE, "a_document": 2, "documents": 3}
+    groups = {"links": {"places": 3, "tokens_a_place": 2}}
+    assert found["soft_tokens"] == {"file": SOFT_TOKENS_FILE, "groups": groups}
     assert found["prefix"] == {"of": "chunks", "positions": "reordered"}
     assert "k" not in found["retrieval"], "KVLink serves whole chunks"
     fingerprint = Fingerprint.from_model(

@@ -145,6 +145,8 @@ def test_operations_follow_what_has_gradients(workplace) -> None:
     assert counted(lora) == 2 * whole
     assert counted("context.gradient=detach") == whole + 2 * own
     assert counted(lora, frozen) == 2 * own
+    # Where only what lies beside the weights learns, no encoding has a gradient.
+    assert counted("train.tuning=none") == whole + own
 
 
 @pytest.fixture

@@ -2,14 +2,11 @@
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from hypothesis import given
 from logged import read_steps
 from safetensors.torch import load_file
@@ -22,9 +19,7 @@ from eval.compare import compare
 from recipes.errors import UserError
 from recipes.resolve import resolve
 from recipes.training import EvaluateConfig
-from train import sharding
 from train.step import Stepper
-from train.trainer import train as train_run
 from train.watching import Watch, spike_text
 
 EVALUATED = ["train.evaluate.sample_answers=4", "train.evaluate.keep_best=false"]
@@ -159,11 +154,8 @@ def scripted(scores: dict[int, float], kept: dict[int, dict[str, torch.Tensor]])
 def test_a_run_ends_early_and_leaves_its_best_weights(place) -> None:
     kept: dict[int, dict[str, torch.Tensor]] = {}
     options = ["train.epochs=3", "train.evaluate.every_steps=1", "train.evaluate.patience=2"]
-    resolved = resolve(place.arguments("early", *options, "train.micro_batch_samples=8"))
-    try:
-        train_run(resolved, scripted({1: 10.0, 2: 30.0, 3: 20.0, 4: 29.0}, kept))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    scores = scripted({1: 10.0, 2: 30.0, 3: 20.0, 4: 29.0}, kept)
+    place.train_here("early", *options, "train.micro_batch_samples=8", evaluator=scores)
     run = place.folder / "early"
     assert [line["step"] for line in read_steps(run)] == [1, 2, 3, 4], "of nine"
     left = load_file(run / "checkpoint" / "model.safetensors")
@@ -173,10 +165,7 @@ def test_a_run_ends_early_and_leaves_its_best_weights(place) -> None:
 
 def test_scores_of_zero_are_told(place, caplog) -> None:
     options = ["train.max_steps=1", "train.evaluate.every_steps=1"]
-    try:
-        train_run(resolve(place.arguments("zeros", *options)), scripted({1: 0.0}, {}))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    place.train_here("zeros", *options, evaluator=scripted({1: 0.0}, {}))
     assert "every evaluation found an F1 of 0" in caplog.text
 
 
@@ -203,21 +192,6 @@ def test_spikes_of_a_run_name_the_questions_of_their_step(place, caplog, monkeyp
         said = [one for one in caplog.messages if one.startswith(f"step {line['step']}: loss")]
         assert len(said) == 1
         assert asked[0] in said[0]
-
-
-def test_a_model_that_ranks_split_is_not_evaluated(place) -> None:
-    plugin = SimpleNamespace(
-        zero_stage=3, offload_optimizer_device="none", offload_param_device="none"
-    )
-    accelerator: Any = SimpleNamespace(
-        distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin, state=None
-    )
-    asked = resolve(place.arguments("split", "train.evaluate.every_steps=1")).config
-    with pytest.raises(UserError, match=r"train\.evaluate .* ZeRO-3 splits it"):
-        sharding.refuse_unshared(accelerator, asked)
-    sharding.refuse_unshared(accelerator, resolve(place.arguments("split")).config)
-    plugin.zero_stage = 2
-    sharding.refuse_unshared(accelerator, asked)
 
 
 def test_evaluation_without_built_dev_data_is_refused_before_anything_is_written(place) -> None:
