@@ -50,7 +50,8 @@ def train_scorer(resolved: Resolved) -> Path:
 
     Raises:
         UserError: no such section, several ranks, a folder that is used or cannot be written, no
-            built tables, too few questions with answers in their chunks, or see `fit`.
+            built tables, too few questions with answers in their chunks, or see `fit` and
+            `data_builders.build.told_about_assets`.
         ModelNotFoundError, UnsupportedModelError: see `cache_ops.hf.load_model`.
     """
     config = resolved.config

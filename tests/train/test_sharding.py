@@ -53,20 +53,22 @@ def begun(workplace, finished, name):
     recipe.write_text(recipe.read_text().replace(str(source), str(folder)))
 
 
-def assert_same_run(workplace, name, other):
+def assert_same_steps(workplace, name, other):
     lines, others = (read_steps(workplace.folder / run) for run in (name, other))
     assert [line["step"] for line in lines] == [1, 2, 3]
     for key in {"loss", "gradient_norm", "cross_entropy", "kl"} & others[0].keys():
         expected = pytest.approx([line[key] for line in others], rel=1e-5, abs=1e-5)
         assert [line[key] for line in lines] == expected
+
+
+def assert_same_run(workplace, name, other):
+    assert_same_steps(workplace, name, other)
     first, second = (
         load_file(workplace.folder / run / "checkpoint" / "model.safetensors")
         for run in (name, other)
     )
     assert first.keys() == second.keys()
-    far = {name: (first[name] - second[name]).abs() > 1e-5 for name in first}
-    # Adam makes a step as large as any of a gradient that is nothing but rounding.
-    assert sum(int(one.sum()) for one in far.values()) <= 1e-4 * sum(map(torch.numel, far.values()))
+    assert all(torch.allclose(first[name], second[name], rtol=0, atol=1e-5) for name in first)
 
 
 def assert_same_answers(workplace, name, other):
@@ -87,19 +89,24 @@ def loaded(workplace, name):
 
 def assert_reloads(workplace, name, other):
     expected = logits(loaded(workplace, other))
-    assert torch.allclose(logits(loaded(workplace, name)), expected, atol=1e-3)
+    assert torch.allclose(logits(loaded(workplace, name)), expected, atol=1e-4)
     adapter = workplace.folder / name / "adapter"
     if adapter.exists():
         base = AutoModelForCausalLM.from_pretrained(workplace.folder / "model")
         untrained = logits(base)
         adapted = logits(PeftModel.from_pretrained(base, adapter))
-        assert torch.allclose(adapted, expected, atol=1e-3)
+        assert torch.allclose(adapted, expected, atol=1e-4)
         assert not torch.allclose(adapted, untrained, atol=1e-2)
 
 
 @pytest.fixture(scope="module")
 def full(workplace):
-    return in_one_process(workplace, "one_full", *TAUGHT)
+    return in_one_process(workplace, "one_full")
+
+
+@pytest.fixture(scope="module")
+def taught(workplace):
+    return in_one_process(workplace, "one_taught", *TAUGHT)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +138,8 @@ def sharding(request, place, lora, frozen):
     for said in (place.folder / "built").glob("teacher-*"):
         shutil.rmtree(said)
     runs = {
-        f"{sharding}_full": (*TAUGHT, *EVALUATED),
+        f"{sharding}_full": EVALUATED,
+        f"{sharding}_taught": TAUGHT,
         f"{sharding}_lora": (*LORA, RESUME),
         f"{sharding}_frozen": (*frozen[1], *EVALUATED),
     }
@@ -148,10 +156,16 @@ def test_ranks_train_and_answer_as_one_process_that_their_state_serves(place, fu
     assert_same_run(place, name, full)
     assert_reloads(place, name, full)
     begun(place, name, resumed)
-    in_one_process(place, resumed, RESUME, *TAUGHT, *EVALUATED)
+    in_one_process(place, resumed, RESUME, *EVALUATED)
     assert_same_run(place, resumed, full)
     assert len(list((place.folder / name / "tensorboard").glob("events.*"))) == 1
     assert_same_answers(place, name, resumed)
+
+
+@pytest.mark.slow
+def test_ranks_ask_the_teacher_and_learn_what_one_process_does(place, taught, sharding):
+    # Weights whose gradient is nothing but rounding go their own way.
+    assert_same_steps(place, f"{sharding}_taught", taught)
 
 
 @pytest.mark.slow
@@ -190,7 +204,7 @@ def test_dropout_of_the_model_binds_a_run_to_its_number_of_ranks(workplace, full
 
     monkeypatch.setattr(trainer, "trainable_model", dropping)
     with pytest.raises(UserError, match=r"1; the model's attention_dropout=0\.1 draws random"):
-        in_one_process(workplace, "of_two", RESUME, *TAUGHT)
+        in_one_process(workplace, "of_two", RESUME)
 
 
 def test_memory_is_that_of_the_rank_with_the_most(workplace, full, monkeypatch):
@@ -199,7 +213,7 @@ def test_memory_is_that_of_the_rank_with_the_most(workplace, full, monkeypatch):
 
     monkeypatch.setattr(step, "peak_memory_gib", lambda: 0.25)
     monkeypatch.setattr(Accelerator, "gather", gather)
-    (line,) = workplace.train_here("memory", "train.max_steps=1", *TAUGHT, OPTIONS[-1])
+    (line,) = workplace.train_here("memory", "train.max_steps=1", OPTIONS[-1])
     assert line["peak_memory_gib"] == 99.0
     assert line["loss"] == pytest.approx(workplace.metrics(full)[0]["loss"])
 
