@@ -55,7 +55,8 @@ def verify(
     before, after = run.template.query_parts
     texts = [run.template.prompt_text, *(f"{before}{one.question}{after}" for one in prompts)]
     job: dict[str, Any] = {
-        "folder": str(folder),
+        # Absolute: the process that reads it works elsewhere.
+        "folder": str(folder.absolute()),
         "base": base_of(run) if form == "adapter" else None,
         "base_dtype": run.config.model.dtype,
         "prompts": [[*one.text_ids, *one.query_ids] for one in prompts],

@@ -35,7 +35,7 @@ _FREE = (
     "train.run_folder", "train.resume", "train.save_every_steps", "train.log_every_steps",
     "train.keep_states", "train.spike_factor", "train.evaluate.sample_answers",
 )  # fmt: skip
-_FREE_SECTIONS = ("eval.", "store.", "scorer.")
+_FREE_SECTIONS = ("eval.", "store.", "scorer.", "context.repair")
 # Of these, what changes the numbers that a frozen context reads.
 _NEVER_FREE = ("store.dtype",)
 _LOCK = "lock"

@@ -42,12 +42,14 @@ def told(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_an_export_serves_like_its_run(run, capsys, tmp_path) -> None:
+def test_an_export_serves_like_its_run(run, capsys, tmp_path, monkeypatch) -> None:
     arguments = run()
     assert cli.main(["build", *arguments]) == 0
     out, store = tmp_path / "out", tmp_path / "exported_store"
     capsys.readouterr()
-    words = ["export", str(tmp_path / "run"), str(out), "--build-store", str(store)]
+    # Named from where the user stands; what reads the export stands elsewhere.
+    monkeypatch.chdir(tmp_path)
+    words = ["export", "run", "out", "--build-store", str(store)]
     assert cli.main([*words, "--questions", "2", "--json"]) == 0
     result = told(capsys)
     verified = result["verification"]

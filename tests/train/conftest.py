@@ -88,7 +88,8 @@ class Workplace:
         return ended.stderr
 
 
-@pytest.fixture(scope="session")
+# A module's own: runs of two modules may have the same name.
+@pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """Twenty-two training rows: two full steps of eight and one of six."""
     folder = tmp_path_factory.mktemp("training")
@@ -106,7 +107,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return Workplace(folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def place(workplace: Workplace) -> Workplace:
     """The workplace, with dev data."""
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from logged import read_steps
 from safetensors.torch import load_file
 from tiny import tiny_model
 from torch import Tensor
@@ -32,7 +31,6 @@ from eval.questions import arm_questions
 from eval.serving import open_serving
 from eval.systems import Width
 from launch import check
-from launch.cli import main
 from recipes.arms import Arm
 from recipes.errors import UserError
 from recipes.resolve import resolve
@@ -306,19 +304,3 @@ def test_the_planner_counts_it(workplace) -> None:
     full = replace(settings, train=TrainConfig(run_folder="run"))
     grown = disk_bytes(shape, full)["checkpoint"] - disk_bytes(plain, full)["checkpoint"]
     assert grown == 4 * spec.parameters
-
-
-@pytest.mark.slow
-@needs_deepspeed
-def test_two_ranks_train_what_one_does(workplace) -> None:
-    options = [SMALL, "train.max_steps=2", "train.gradient_checkpointing=true"]
-    workplace.train_here("one", *options)
-    losses = [line["loss"] for line in read_steps(workplace.folder / "one")]
-    alone = contextualizer(workplace, "one")
-    for sharding in ("fsdp2", "zero3"):
-        arguments = workplace.arguments(sharding, *options)
-        assert main(["train", *arguments, "--processes", "2", "--sharding", sharding]) == 0
-        found = [line["loss"] for line in read_steps(workplace.folder / sharding)]
-        assert found == pytest.approx(losses, rel=1e-5)
-        shared = contextualizer(workplace, sharding)
-        assert all(torch.allclose(alone[name], shared[name], atol=1e-5) for name in alone)

@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from cache_ops.contextualizer import CONTEXTUALIZER_FILE
 from launch.training import run_training
 from recipes.errors import UserError
 from recipes.resolve import resolve
@@ -33,6 +34,10 @@ EVALUATED = (
     "train.evaluate.questions_per_dataset=3", "train.micro_batch_tokens=250",
 )  # fmt: skip
 RESUME = "train.resume=true"
+CORRECTED = (
+    "context.contextualizer={width: 16, layers: 1, heads: 2}",
+    "train.gradient_checkpointing=true",
+)
 IDS = torch.arange(40)[None]
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -110,6 +115,11 @@ def taught(workplace):
 
 
 @pytest.fixture(scope="module")
+def corrected(workplace):
+    return in_one_process(workplace, "one_corrected", *CORRECTED)
+
+
+@pytest.fixture(scope="module")
 def lora(workplace):
     return in_one_process(workplace, "one_lora", *LORA)
 
@@ -140,6 +150,7 @@ def sharding(request, place, lora, frozen):
     runs = {
         f"{sharding}_full": EVALUATED,
         f"{sharding}_taught": TAUGHT,
+        f"{sharding}_corrected": CORRECTED,
         f"{sharding}_lora": (*LORA, RESUME),
         f"{sharding}_frozen": (*frozen[1], *EVALUATED),
     }
@@ -166,6 +177,17 @@ def test_ranks_train_and_answer_as_one_process_that_their_state_serves(place, fu
 def test_ranks_ask_the_teacher_and_learn_what_one_process_does(place, taught, sharding):
     # Weights whose gradient is nothing but rounding go their own way.
     assert_same_steps(place, f"{sharding}_taught", taught)
+
+
+@pytest.mark.slow
+def test_ranks_train_a_contextualizer_along(place, corrected, sharding):
+    assert_same_run(place, f"{sharding}_corrected", corrected)
+    shared, alone = (
+        load_file(place.folder / name / "checkpoint" / CONTEXTUALIZER_FILE)
+        for name in (f"{sharding}_corrected", corrected)
+    )
+    assert shared.keys() == alone.keys()
+    assert all(torch.allclose(shared[name], alone[name], rtol=0, atol=1e-5) for name in alone)
 
 
 @pytest.mark.slow
