@@ -16,9 +16,7 @@ prefix takes 2 P L (2 E W + n (8 W^2 + 2 P W)) operations:
     Qwen2-7B                 15,205,120      73 x 10^6 (0.6%)           13,051 x 10^6
 
 A prefix has several times the tokens of a query, and the model computes the query alone, so a small
-model wants a narrow one: SmolLM2-135M at a width of 64 takes 8.8 x 10^6 operations a token. Of the
-time to first token over 250 prefix and some 50 online tokens, in fp32 on one core of a CPU, that is
-17%; a width of 128 takes 27% and one of 256 takes 44%.
+model wants a narrow one: SmolLM2-135M at a width of 64 takes 8.8 x 10^6 operations a token.
 """
 
 import json
