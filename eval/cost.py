@@ -7,6 +7,7 @@ of the lines of its eligible cells: those that reach the target F1 within the la
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
@@ -21,6 +22,8 @@ Json = dict[str, Any]
 
 # Volumes nearer to each other than this share are one.
 _SAME_VOLUME = 1e-9
+# So are amounts of money, which two ways of adding up need not agree on to the last bit.
+_SAME_AMOUNT = 1e-12
 
 
 def cost(scenario: Scenario, measured: Sequence[str] = ()) -> Json:
@@ -135,9 +138,7 @@ def cheaper(a: Sequence[Line], b: Sequence[Line]) -> list[tuple[float, int]]:
     found: list[tuple[float, int]] = []
     # Between two crossings of any lines the order of the lowest does not change.
     for start, end in zip(starts, [*starts[1:], math.inf], strict=True):
-        between = _between(start, end)
-        cost_a, cost_b = (min(line.usd_a_month(between) for line in lines) for lines in (a, b))
-        sign = 0 if math.isclose(cost_a, cost_b, rel_tol=1e-12) else -1 if cost_a < cost_b else 1
+        sign = _dearer(a, b, _between(start, end))
         if not found or found[-1][1] != sign:
             found.append((start, sign))
     return found
@@ -145,9 +146,30 @@ def cheaper(a: Sequence[Line], b: Sequence[Line]) -> list[tuple[float, int]]:
 
 def _crossing(p: Line, q: Line) -> float | None:
     """The volume above 0 at which two lines cost the same; None without one."""
+    if _same(p.usd_a_query, q.usd_a_query):
+        return None
     steeper = q.usd_a_query - p.usd_a_query
-    volume = (p.fixed_usd_a_month - q.fixed_usd_a_month) / steeper if steeper else 0.0
+    volume = (p.fixed_usd_a_month - q.fixed_usd_a_month) / steeper
     return volume if 0.0 < volume < math.inf else None
+
+
+def _dearer(a: Sequence[Line], b: Sequence[Line], volume: float) -> int:
+    """The sign of `a`'s lowest line less `b`'s; in fractions, as floats lose a small fixed cost."""
+    at = Fraction(volume)
+    p, q = (
+        min(of, key=lambda x: Fraction(x.fixed_usd_a_month) + at * Fraction(x.usd_a_query))
+        for of in (a, b)
+    )
+    apart = Fraction(0)
+    if not _same(p.fixed_usd_a_month, q.fixed_usd_a_month):
+        apart += Fraction(p.fixed_usd_a_month) - Fraction(q.fixed_usd_a_month)
+    if not _same(p.usd_a_query, q.usd_a_query):
+        apart += at * (Fraction(p.usd_a_query) - Fraction(q.usd_a_query))
+    return (apart > 0) - (apart < 0)
+
+
+def _same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_SAME_AMOUNT)
 
 
 def _between(start: float, end: float) -> float:

@@ -442,6 +442,10 @@ def test_break_even_of_two_cells_is_a_division() -> None:
     assert cheaper([Line(100, 1e-3)], [Line(0, 3e-3)]) == [(0, 1), (pytest.approx(50_000), -1)]
     assert cheaper([Line(5, 1)], [Line(5, 1)]) == [(0, 0)]
     assert cheaper([Line(5, 1)], [Line(6, 1)]) == [(0, -1)]
+    # Where queries nearly cost the same, the volume is huge and the fixed cost still counts.
+    assert cheaper([Line(0, 1e-9)], [Line(1, 1e-9)]) == [(0, -1)]
+    far = [Line(0, 1.0), Line(1e20, 0.5)]
+    assert cheaper(far, [Line(1, 1.0)]) == [(0, -1)]
     # A system with two cells is dearer in between only.
     assert cheaper([Line(0, 10), Line(100, 0.5)], [Line(10, 2)]) == [
         (0, -1), (pytest.approx(1.25), 1), (pytest.approx(60), -1)
