@@ -44,8 +44,13 @@ class Weights:
     context: Path
     context_store: str
     """The name of the store of what `context` encodes, inside `store.folder`."""
-    trained: bool
-    """Whether they are what a training has left."""
+    run: Path | None = None
+    """The folder of the run that left them; None for the base model."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether they are what a training has left."""
+        return self.run is not None
 
 
 def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
@@ -60,7 +65,7 @@ def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
     """
     base = _base_folder(config.model.path)
     if checkpoint == "base":
-        return Weights(base, base, "base", trained=False)
+        return Weights(base, base, "base")
     run = Path(getattr(config.eval.runs, system) or config.train.run_folder)
     # An export of a run has the weights beside its contract.
     folder = run if (run / "serving.json").is_file() else run / "checkpoint"
@@ -75,14 +80,23 @@ def weights_of(config: Recipe, checkpoint: Checkpoint, system: str) -> Weights:
             f"(eval.runs.{system} names another run), or use the base model alone "
             "(eval.checkpoints=[base], --checkpoint base)"
         )
-    recipe = run / "recipe.yaml"
-    trained = resolve([str(recipe)]).config if recipe.is_file() else config
+    trained = run_recipe(run) or config
     if trained.context.gradient == "frozen":
-        return Weights(folder, base, "base", trained=True)
+        return Weights(folder, base, "base", run)
     name = "fine_tuned"
     if run.resolve() != Path(config.train.run_folder).resolve():
         name += f"-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]}"
-    return Weights(folder, folder, name, trained=True)
+    return Weights(folder, folder, name, run)
+
+
+def run_recipe(run: Path) -> Recipe | None:
+    """The recipe that a run was trained with, or None where its folder has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = run / "recipe.yaml"
+    return resolve([str(path)]).config if path.is_file() else None
 
 
 def _base_folder(path: str) -> Path:

@@ -44,6 +44,7 @@ from eval.summary import summarize
 from eval.systems import Question
 from eval.systems.cacheblend import check_blend
 from eval.systems.coinrag import check_repair
+from eval.trained_with import warn_of_other_training
 from recipes.arms import Arm
 from recipes.errors import UserError
 from recipes.fields import leaves
@@ -136,6 +137,9 @@ def _plan(config: Recipe) -> Comparison:
         if cell.system in ("cacheblend", "coinrag"):
             check = check_blend if cell.system == "cacheblend" else check_repair
             check(cell.arm.config, load_config(str(found.folder)).num_hidden_layers)
+    # An arm without a run of its own changes the recipe on purpose.
+    for cell in {(weights[cell], cell.system): cell for cell in reversed(cells)}.values():
+        warn_of_other_training(cell.arm.config, weights[cell], cell.system)
     arms = {cell.arm.name: cell.arm for cell in cells}
     limit = config.eval.questions_per_dataset
     questions = {name: arm_questions(arm, limit) for name, arm in arms.items()}

@@ -23,6 +23,7 @@ from eval.retriever import Retriever
 from eval.serving import open_serving
 from eval.systems import SYSTEMS, Width
 from eval.telemetry import RequestReport, Telemetry
+from eval.trained_with import warn_of_other_training
 from recipes.errors import UserError
 from recipes.schema import Recipe
 
@@ -85,6 +86,7 @@ class Engine(Closing):
         tokenizer = load_tokenizer(config.model.path)
         retriever = Retriever.open(config)
         weights = weights_of(config, checkpoint, system)
+        warn_of_other_training(config, weights, system)
         # Answers do not wait for another process that writes to the store.
         served = load_served(config, weights, tokenizer, wait_seconds=0.0)
         serving = open_serving(config, served, tokenizer, [system])

@@ -109,6 +109,8 @@ def _train(
     folder = Path(config.train.run_folder)
     main = accelerator.is_main_process
     set_seed(config.seed)
+    if main:
+        _warn_of_idle_options(config)
     tokenizer = load_tokenizer(config.model.path)
     check_lineage(resolved, tokenizer, report=main)
     tables = load_built(config, "train")
@@ -237,6 +239,16 @@ def _open_model(
     return model, put_beside(model, config, Path(start))
 
 
+def _warn_of_idle_options(config: Recipe) -> None:
+    idle = config.context.asked() if config.train.system != "coinrag" else {}
+    if idle:
+        logger.warning(
+            "%s: prefixes of train.system=coinrag have it, those of %s do not",
+            ", ".join(f"context.{name}" for name in sorted(idle)),
+            config.train.system,
+        )
+
+
 def measure_lengths(
     builder: ExampleBuilder, samples: int, stop: StopRequest, *, report: bool
 ) -> list[Lengths]:
@@ -253,11 +265,13 @@ def measure_lengths(
         tokens = [length.tokens for length in lengths]
         shortened = sum(length.dropped > 0 for length in lengths)
         dropped = sum(length.dropped for length in lengths)
+        lost = ""
+        if shortened:
+            lost = f"; {shortened} lost {dropped} nuggets or chunks to train.max_length_tokens"
         median, high = np.quantile(tokens, [0.5, 0.99], method="higher")
         logger.info(
-            "%d samples of %d tokens at the median, %d at the 99th percentile, %d at most; "
-            "%d lost %d nuggets or chunks to train.max_length_tokens",
-            samples, median, high, max(tokens), shortened, dropped,
+            "%d samples of %d tokens at the median, %d at the 99th percentile, %d at most%s",
+            samples, median, high, max(tokens), lost,
         )  # fmt: skip
         if emptied := [index for index, length in enumerate(lengths) if length.all_dropped]:
             (first,) = builder.question_ids(emptied[:1])

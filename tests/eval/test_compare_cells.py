@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import yaml
 from built import BuiltTables, patch_built
 from tiny import tiny_model
 from torch import Tensor
@@ -280,6 +281,40 @@ def test_each_system_takes_the_weights_of_its_run(
     after = {(a.system, a.question_id): (a.key, a.answer) for a in answers_of(config)}
     changed = {system for (system, _), given in after.items() if given not in before.values()}
     assert changed == {"turborag"}
+
+
+def test_weights_trained_with_other_options_are_told_of_once(
+    recipe: MakeRecipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_of(tmp_path, "anchored", 7)
+    anchored = "context.anchors={prefix_tokens: 3, suffix_tokens: 0}"
+    arms = [
+        {"name": "kept", "systems": ["coinrag"], "set": ["retrieval.overlap=keep"]},
+        {"name": "own", "systems": ["coinrag"],
+         "set": [anchored, f"eval.runs.coinrag={tmp_path / 'run'}"]},
+    ]  # fmt: skip
+    config = recipe(systems=["coinrag", "turborag"], arms=arms, runs={"coinrag": str(run)})
+
+    def told_by(trained: Recipe) -> list[str]:
+        (run / "recipe.yaml").write_text(yaml.safe_dump(trained.model_dump(mode="json")))
+        caplog.clear()
+        compare(config)
+        return [r.getMessage() for r in caplog.records if "was trained with" in r.getMessage()]
+
+    # Neither the arm that changes the recipe on purpose nor another width is worth a word.
+    assert told_by(with_changes(config, ["retrieval.k=2", "train.epochs=3"])) == []
+    (one,) = told_by(with_changes(config, [anchored, "retrieval.order=score"]))
+    assert one.startswith(
+        f'{run} was trained with retrieval.order="score", context.anchors.prefix_tokens=3; '
+        'this recipe has "rank_then_document", 0'
+    )
+    # A system that borrows weights has no training of its own.
+    assert told_by(with_changes(config, [anchored, "train.system=kvlink"])) == []
+    # An arm with a run of its own is looked at.
+    own = config.model_dump(mode="json")
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(own))
+    (one,) = told_by(config)
+    assert "anchors.prefix_tokens=0; this recipe has 3" in one
 
 
 def test_trained_link_tokens_are_served_and_others_refused(

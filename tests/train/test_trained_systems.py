@@ -127,6 +127,14 @@ def test_the_loss_falls(workplace, system) -> None:
     assert min(line["loss"] for line in metrics[-3:]) < 0.9 * metrics[0]["loss"]
 
 
+def test_options_of_coinrags_prefix_are_told_to_be_idle_elsewhere(workplace, caplog) -> None:
+    idle = ["context.anchors.prefix_tokens=2", "context.repair.ratio=0.5", "train.max_steps=1"]
+    for system, told in (("turborag", True), ("coinrag", False)):
+        caplog.clear()
+        workplace.train_here(f"idle_{system}", f"train.system={system}", *idle)
+        assert ("context.anchors, context.repair: prefixes of" in caplog.text) is told
+
+
 @pytest.fixture(scope="module")
 def kvlink(workplace):
     return workplace.train_here("kvlink", *KVLINK, "train.epochs=3")
