@@ -54,7 +54,7 @@ def warn_of_other_training(config: Recipe, weights: Weights, system: str) -> Non
 
 def _differing(trained: Recipe, config: Recipe, system: str) -> Iterator[tuple[str, Any, Any]]:
     """(option, its value in the training, its value at hand) of what a system's prefix rests on."""
-    names = _ALL
+    names: tuple[str, ...] = _ALL
     if SYSTEMS[system].selects_nuggets:
         names += _NUGGETS
     if system == "coinrag":

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("build", "Build training and dev tables from raw questions and passages."),
         ("train", "Fine-tune the model on the built training table."),
-        ("train-scorer", "Train the network of retrieval.hidden_ffn on the built train table."),
+        ("train-scorer", "Train the nugget scorer on the built train table."),
         ("compare", "Measure F1, EM and TTFT of systems, before and after fine-tuning."),
     ):
         command = add(name, text)

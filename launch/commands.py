@@ -132,7 +132,7 @@ def train(
 
 
 def train_scorer(arguments: Sequence[str]) -> Result:
-    """Train the nugget scorer of a recipe's `retrieval.hidden_ffn`; its folder and its report.
+    """Train the nugget scorer of a recipe, see `train.scorer_run`; its folder and its report.
 
     The same as `train/nugget_scorer.py`, in this process.
     """

@@ -39,6 +39,7 @@ class BudgetConfig(Section):
 class CrossEncoderConfig(Section):
     """A reranker, which reads a question and a text together."""
 
+    # A model's name or folder, or where `coinrag train-scorer` leaves it.
     path: Text
     # Of question and text together; a longer text is cut.
     max_tokens: Annotated[int, Field(ge=32)] = 512

@@ -4,12 +4,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from recipes.section import Natural, Positive, Section
+from recipes.section import Natural, Positive, Section, Text
 
 
 class ScorerConfig(Section):
-    """How the network of `retrieval.hidden_ffn` learns, by Adam with decoupled weight decay."""
+    """How a trained `retrieval.nugget_scorer` learns, by Adam with decoupled weight decay."""
 
+    # What a cross_encoder starts from: an encoder, which gets a new head, or a reranker.
+    base: Text | None = None
+    # Of a cross_encoder: nuggets of the same question that a good one stands against in a step.
+    negatives: Positive = 7
     seed: Annotated[Natural, Field(lt=2**32)] = 0
     epochs: Positive = 30
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4

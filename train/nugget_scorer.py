@@ -1,6 +1,6 @@
 """Trains a nugget scorer: `accelerate launch train/nugget_scorer.py RECIPE... [key=value...]`.
 
-The network of `retrieval.hidden_ffn`. `coinrag train-scorer` does the same; see `train.scorer_run`.
+`coinrag train-scorer` does the same; see `train.scorer_run` for which one is trained.
 """
 
 import sys

@@ -1,7 +1,4 @@
-"""Fitting a nugget scorer: a listwise softmax loss, by Adam, as long as it falls where held out.
-
-The held-out loss decides and not the recall: recall is a count over few questions, and the epoch
-that was best by it ranked other questions worse than the one that was best by the loss.
+"""Fitting a network over vectors: a listwise softmax loss, by Adam, as long as it falls held out.
 
 In shape suffixes, N is nuggets of one question or of several, E the dimensions of a vector.
 """
@@ -20,9 +17,19 @@ from data_builders.scorers.hidden_ffn import NuggetFfn
 from recipes.errors import UserError
 from recipes.retrieval import HiddenFfnConfig
 from recipes.scorer import ScorerConfig
-from train.scorer_lists import RECALL_AT, NuggetList, recall
+from train.scorer_lists import NuggetList
+from train.scorer_measure import best_epoch, measured, recall, told
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VectorList:
+    """A question with its nuggets as the network sees them."""
+
+    of: NuggetList
+    question_E: Tensor
+    nuggets_NE: Tensor
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,8 @@ class Fitted:
 
 
 def fit(
-    learned: Sequence[NuggetList],
-    held_out: Sequence[NuggetList],
+    learned: Sequence[VectorList],
+    held_out: Sequence[VectorList],
     section: HiddenFfnConfig,
     config: ScorerConfig,
 ) -> Fitted:
@@ -69,9 +76,10 @@ def fit(
                     "no longer finite; lower it"
                 )
             epochs.append({**_measured(epoch, ffn, held_out), "loss": loss})
-            logger.info("epoch %d: %s", epoch, _told(epochs[-1]))
-            if epochs[-1]["held_out_loss"] < epochs[best]["held_out_loss"]:
-                best, kept = epoch, copy.deepcopy(ffn)
+            logger.info("epoch %d: %s", epoch, told(epochs[-1]))
+            best = best_epoch(epochs)
+            if best == epoch:
+                kept = copy.deepcopy(ffn)
             elif epoch - best >= config.patience:
                 break
     return Fitted(kept, epochs, best)
@@ -79,7 +87,7 @@ def fit(
 
 def _epoch(
     ffn: NuggetFfn,
-    learned: Sequence[NuggetList],
+    learned: Sequence[VectorList],
     optimizer: torch.optim.Optimizer,
     order: torch.Generator,
     batch_questions: int,
@@ -96,7 +104,7 @@ def _epoch(
     return total / len(learned)
 
 
-def listwise_loss(ffn: NuggetFfn, lists: Sequence[NuggetList]) -> Tensor:
+def listwise_loss(ffn: NuggetFfn, lists: Sequence[VectorList]) -> Tensor:
     """The mean over questions of -log of the probability that a softmax gives its good nuggets.
 
     With one good nugget it is ListNet's top-one cross-entropy (Cao et al., ICML 2007).
@@ -107,29 +115,20 @@ def listwise_loss(ffn: NuggetFfn, lists: Sequence[NuggetList]) -> Tensor:
     )
     parts = scores_N.split([len(one.nuggets_NE) for one in lists])
     losses = [
-        part.logsumexp(0) - part[one.good_N].logsumexp(0)
+        part.logsumexp(0) - part[one.of.good_N].logsumexp(0)
         for part, one in zip(parts, lists, strict=True)
     ]
     return torch.stack(losses).mean()
 
 
 @torch.no_grad()
-def _measured(epoch: int, ffn: NuggetFfn, held_out: Sequence[NuggetList]) -> dict[str, Any]:
-    answered = [one for one in held_out if one.answering]
+def _measured(epoch: int, ffn: NuggetFfn, held_out: Sequence[VectorList]) -> dict[str, Any]:
+    answered = [one for one in held_out if one.of.answering]
 
-    def scores(one: NuggetList) -> list[list[float]]:
+    def scores(one: VectorList) -> list[list[float]]:
         found = ffn(one.nuggets_NE, one.question_E.expand_as(one.nuggets_NE))
-        sizes = [len(chunk.nuggets) for chunk in one.chunks]
+        sizes = [len(chunk.nuggets) for chunk in one.of.chunks]
         return [part.tolist() for part in found.split(sizes)]
 
-    recalls = recall(answered, scores)
-    return {
-        "epoch": epoch,
-        "held_out_loss": listwise_loss(ffn, answered).item(),
-        **{f"recall_at_{k}": recalls[k] for k in RECALL_AT},
-    }
-
-
-def _told(measured: dict[str, Any]) -> str:
-    named = {name: value for name, value in measured.items() if name != "epoch"}
-    return ", ".join(f"{name} {value:.4f}" for name, value in named.items())
+    recalls = recall([one.of for one in answered], [scores(one) for one in answered])
+    return measured(epoch, listwise_loss(ffn, answered).item(), recalls)

@@ -7,18 +7,16 @@ chunk and of the question's other chunks are the negatives; retrieval has made t
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data_builders.nugget_recall import answer_nuggets, recall_at
-from data_builders.scorers.hidden_ffn import NuggetVectors
+from data_builders.nugget_recall import answer_nuggets
 from data_builders.tables import Chunk, Tables
 
-RECALL_AT = (5, 10)
 Place = tuple[int, int]
 
 
@@ -27,8 +25,7 @@ class NuggetList:
     """A question with the nuggets of its retrieved chunks, in the order of the chunks."""
 
     question_id: str
-    question_E: Tensor
-    nuggets_NE: Tensor
+    question: str
     good_N: Tensor
     """Whether a nugget is a good one; at least one is, unless none is known."""
     answering: set[Place]
@@ -39,39 +36,34 @@ class NuggetList:
     """Its score of each nugget of each chunk."""
 
     @property
+    def texts(self) -> list[str]:
+        """The nuggets' texts."""
+        return [text for chunk in self.chunks for text in chunk.nugget_texts]
+
+    @property
     def teaches(self) -> bool:
         """Whether some of the nuggets are good and some are not."""
         return bool(self.good_N.any()) and not bool(self.good_N.all())
 
 
-def nugget_lists(tables: Tables, vectors: NuggetVectors, *, weak: bool) -> Iterator[NuggetList]:
-    """The lists of all questions for which a nugget was retrieved; all of them stay in memory.
+def nugget_lists(tables: Tables, *, weak: bool) -> Iterator[NuggetList]:
+    """The lists of all questions for which a nugget was retrieved.
 
     Args:
         tables: built with `retrieval.nugget_scorer: bi_encoder`.
-        vectors: have what is asked of them.
         weak: the bi-encoder's best nugget of a gold passage counts as good where none holds an
             answer.
     """
-    known: dict[str, Tensor] = {}
-
-    def of_nuggets(chunk: Chunk) -> Tensor:
-        if chunk.chunk_id not in known:
-            known[chunk.chunk_id] = torch.tensor(vectors.of_nuggets(chunk))
-        return known[chunk.chunk_id]
-
     for row in tables.samples:
         chunks = [tables.chunk(name) for name in row["chunk_ids"]]
-        parts = [of_nuggets(chunk) for chunk in chunks if chunk.nuggets]
-        if not parts:
+        if not any(chunk.nuggets for chunk in chunks):
             continue
         answering = answer_nuggets(row, chunks)
         good = answering or (_weakly_good(row, chunks) if weak else set())
         places = [(at, n) for at, chunk in enumerate(chunks) for n in range(len(chunk.nuggets))]
         yield NuggetList(
             row["question_id"],
-            torch.tensor(vectors.of_question(row["question"])),
-            torch.cat(parts),
+            row["question"],
             torch.tensor([place in good for place in places]),
             answering,
             chunks,
@@ -95,21 +87,3 @@ def is_held_out(question_id: str, share: float) -> bool:
     """Whether a question is of the `share` that is not learned from; its id alone decides."""
     digest = hashlib.sha256(question_id.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-Scores = Callable[[NuggetList], list[list[float]]]
-"""A list to a score for each nugget of each of its chunks."""
-
-
-def recall(lists: Sequence[NuggetList], scores: Scores) -> dict[int, float]:
-    """The share of questions with an answering nugget among the best k, for each k of `RECALL_AT`.
-
-    Args:
-        lists: at least one has an answering nugget; the others do not count.
-        scores: ranks the nuggets.
-    """
-    scored = [(one, scores(one)) for one in lists if one.answering]
-    return {
-        k: sum(recall_at(rows, one.chunks, one.answering, k) for one, rows in scored) / len(scored)
-        for k in RECALL_AT
-    }

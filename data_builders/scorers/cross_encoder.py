@@ -81,7 +81,7 @@ def cross_encoder_key(config: CrossEncoderConfig) -> dict[str, Any]:
         UserError: there is no such model on this machine.
     """
     return {
-        "sha256": folder_identity(model_folder(config.path, _PATH_OPTION)),
+        "sha256": folder_identity(_folder(config)),
         "max_tokens": config.max_tokens,
         "batch_size": pairs_a_pass(config),
     }
@@ -96,7 +96,7 @@ def check_cross_encoder(config: CrossEncoderConfig) -> None:
     from transformers import AutoConfig
 
     check_device(config.device, "retrieval.cross_encoder.device")
-    folder = model_folder(config.path, _PATH_OPTION)
+    folder = _folder(config)
     try:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -104,10 +104,17 @@ def check_cross_encoder(config: CrossEncoderConfig) -> None:
     _check_form(config, folder, described)
 
 
+def _folder(config: CrossEncoderConfig) -> Path:
+    try:
+        return model_folder(config.path, _PATH_OPTION)
+    except UserError as error:
+        raise UserError(f"{error}; coinrag train-scorer makes one from scorer.base") from error
+
+
 def _load_model(config: CrossEncoderConfig) -> Any:
     from FlagEmbedding import FlagReranker
 
-    folder = model_folder(config.path, _PATH_OPTION)
+    folder = _folder(config)
     try:
         with without_progress_bars():
             reranker = FlagReranker(str(folder), use_fp16=False, devices=config.device)

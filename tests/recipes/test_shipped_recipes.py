@@ -40,7 +40,8 @@ retrieval.encoder_kind retrieval.hidden_ffn.add_cosine retrieval.hidden_ffn.path
 retrieval.hidden_ffn.vectors retrieval.hidden_ffn.width retrieval.k retrieval.k_c
 retrieval.min_score retrieval.nugget_scorer retrieval.order retrieval.overlap
 retrieval.rerank_chunks retrieval.selection retrieval.weights.colbert retrieval.weights.dense
-retrieval.weights.sparse scorer.batch_questions scorer.epochs scorer.held_out scorer.learning_rate
+retrieval.weights.sparse scorer.base scorer.batch_questions scorer.epochs scorer.held_out
+scorer.learning_rate scorer.negatives
 scorer.patience scorer.seed scorer.weak_labels scorer.weight_decay seed store.check_reads
 store.dtype store.folder store.keep store.max_gib store.memory_gib store.read_threads
 store.shard_mib store.when_full systems.ape.scale systems.ape.temperature

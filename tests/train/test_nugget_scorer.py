@@ -15,7 +15,7 @@ from cache_ops.hf import load_tokenizer
 from data_builders.build import load_built
 from data_builders.key import build_key
 from data_builders.prompt import PromptTemplate
-from data_builders.scorers.hidden_ffn import NuggetFfn, NuggetVectors, load_ffn
+from data_builders.scorers.hidden_ffn import NuggetFfn, load_ffn
 from data_builders.tables import Chunk
 from recipes.errors import UserError
 from recipes.resolve import resolve
@@ -24,14 +24,15 @@ from recipes.scorer import ScorerConfig
 from train import nugget_scorer
 from train.contract import contract
 from train.run_folder import replace_folder
-from train.scorer_fit import fit, listwise_loss
-from train.scorer_lists import NuggetList, is_held_out, nugget_lists, recall
+from train.scorer_fit import VectorList, fit, listwise_loss
+from train.scorer_lists import NuggetList, is_held_out, nugget_lists
+from train.scorer_measure import recall
 from train.scorer_run import train_scorer
 
 DIMENSIONS = 12
 
 
-def a_list(number: int, nuggets: int = 12, good: tuple[int, ...] = (3,)) -> NuggetList:
+def a_list(number: int, nuggets: int = 12, good: tuple[int, ...] = (3,)) -> VectorList:
     """A question whose good nuggets have a vector near its own, in two chunks."""
     draw = torch.Generator().manual_seed(number)
     question = torch.randn(DIMENSIONS, generator=draw)
@@ -43,15 +44,15 @@ def a_list(number: int, nuggets: int = 12, good: tuple[int, ...] = (3,)) -> Nugg
         Chunk(str(c), "", "", [0] * nuggets, [(n, n + 1) for n in range(half)], ["x"] * half)
         for c in range(2)
     ]
-    return NuggetList(
+    one = NuggetList(
         f"q{number}",
-        question,
-        rows,
+        "who?",
         torch.tensor([at in good for at in range(nuggets)]),
         {(at // half, at % half) for at in good},
         chunks,
         [[0.0] * half, [0.0] * half],
     )
+    return VectorList(one, question, rows)
 
 
 def test_the_loss_is_the_mean_of_what_a_softmax_leaves_to_the_others() -> None:
@@ -61,7 +62,7 @@ def test_the_loss_is_the_mean_of_what_a_softmax_leaves_to_the_others() -> None:
     expected = 0.0
     for one in lists:
         scores = ffn(one.nuggets_NE, one.question_E.expand_as(one.nuggets_NE)).double()
-        expected -= torch.softmax(scores, 0)[one.good_N].sum().log().item() / len(lists)
+        expected -= torch.softmax(scores, 0)[one.of.good_N].sum().log().item() / len(lists)
     assert listwise_loss(ffn, lists).item() == pytest.approx(expected, abs=1e-5)
 
 
@@ -87,10 +88,10 @@ def test_what_can_be_told_apart_is_learned_and_by_equal_seeds_equally() -> None:
 
 
 def test_recall_counts_questions_with_an_answering_nugget_alone() -> None:
-    lists = [a_list(0), a_list(1, good=(11,)), replace(a_list(2), answering=set())]
-    first = recall(lists, lambda one: [[6.0, 5, 4, 3, 2, 1], [0.0, -1, -2, -3, -4, -5]])
+    lists = [a_list(0).of, a_list(1, good=(11,)).of, replace(a_list(2).of, answering=set())]
+    first = recall(lists, [[[6.0, 5, 4, 3, 2, 1], [0.0, -1, -2, -3, -4, -5]]] * 3)
     assert first == {5: 0.5, 10: 0.5}
-    last = recall(lists, lambda one: [[0.0] * 6, [1.0] * 6])
+    last = recall(lists, [[[0.0] * 6, [1.0] * 6]] * 3)
     assert last == {5: 0.0, 10: 1.0}
 
 
@@ -125,13 +126,9 @@ def test_good_nuggets_hold_the_answer_or_else_are_the_bi_encoders_best(
     workplace,
 ) -> None:
     tables = load_built(resolve([str(workplace.folder / "recipe.yaml")]).config, "train")
-    vectors = NuggetVectors(
-        lambda question: torch.ones(2).numpy(),
-        lambda chunk: torch.ones((len(chunk.nuggets), 2)).numpy(),
-    )
     held, weak = 0, 0
-    for one in nugget_lists(tables, vectors, weak=True):
-        texts = [text for chunk in one.chunks for text in chunk.nugget_texts]
+    for one in nugget_lists(tables, weak=True):
+        texts = one.texts
         good = [text for text, is_good in zip(texts, one.good_N.tolist(), strict=True) if is_good]
         town = f"Town{one.question_id.replace('-', '')}x1"
         if any(town in text for text in texts):
@@ -146,7 +143,7 @@ def test_good_nuggets_hold_the_answer_or_else_are_the_bi_encoders_best(
     # As if the answer were a verdict.
     row = next(row for row in tables.samples if row["gold_chunk_ids"][0] in row["chunk_ids"])
     tables.samples = [{**row, "answers": ["yes"]}]
-    [one] = nugget_lists(tables, vectors, weak=True)
+    [one] = nugget_lists(tables, weak=True)
     gold = row["chunk_ids"].index(row["gold_chunk_ids"][0])
     first = sum(len(chunk.nuggets) for chunk in one.chunks[:gold])
     best = max(row["nugget_scores"][gold])
@@ -154,7 +151,7 @@ def test_good_nuggets_hold_the_answer_or_else_are_the_bi_encoders_best(
     assert one.good_N.nonzero().flatten().tolist() == [
         first + row["nugget_scores"][gold].index(best)
     ]
-    [none] = nugget_lists(tables, vectors, weak=False)
+    [none] = nugget_lists(tables, weak=False)
     assert not none.teaches
 
 
