@@ -45,7 +45,7 @@ def warn_of_other_training(config: Recipe, weights: Weights, system: str) -> Non
     differing = list(_differing(trained, config, system))
     if differing:
         logger.warning(
-            "%s was trained with %s; this recipe has %s: its answers show both changes together",
+            "%s was trained with %s; this recipe has %s: no such prefix was learned from",
             weights.run,
             ", ".join(f"{name}={_short(then)}" for name, then, _ in differing),
             ", ".join(_short(now) for _, _, now in differing),
