@@ -123,10 +123,12 @@ def test_nothing_has_the_name_before_it_is_verified(run, capsys, tmp_path, monke
 def test_a_stop_signal_clears_up(run, capsys, tmp_path, monkeypatch, number) -> None:
     run()
     out, reader = tmp_path / "out", tmp_path / "reader.py"
-    # A reader that never ends has the export stopped once it runs.
+    # A reader that never ends has the export stopped once it is waited for: before, while it is
+    # being started, nobody could end it.
     reader.write_text(
         "import os, pathlib, time\n"
         f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid()))\n"
+        "time.sleep(1)\n"
         f"os.kill(os.getppid(), {int(number)})\n"
         "time.sleep(600)\n"
     )
