@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built import BuiltTables, patch_built
+from built_tables import BuiltTables, patch_built
 from tiny import tiny_model
 
 import data_builders.build

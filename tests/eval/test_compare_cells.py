@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import yaml
-from built import BuiltTables, patch_built
+from built_tables import BuiltTables, patch_built
 from tiny import tiny_model
 from torch import Tensor
 

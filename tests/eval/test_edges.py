@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from built import BuiltTables, patch_built
+from built_tables import BuiltTables, patch_built
 from small import data_row, write_rows
 from transformers import PreTrainedTokenizerBase
 

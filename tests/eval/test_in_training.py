@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from built import patch_built
+from built_tables import patch_built
 from transformers import PreTrainedModel
 
 import eval.compare

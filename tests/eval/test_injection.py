@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from answering import ANSWER
-from built import patch_built
+from built_tables import patch_built
 from hypothesis import given
 from hypothesis import strategies as st
 from small import data_row, tiny_tokenizer, write_rows
