@@ -154,7 +154,10 @@ def _crossing(p: Line, q: Line) -> float | None:
 
 
 def _dearer(a: Sequence[Line], b: Sequence[Line], volume: float) -> int:
-    """The sign of `a`'s lowest line less `b`'s; in fractions, as floats lose a small fixed cost."""
+    """1 where `a` costs more at a volume, -1 where `b` does, else 0.
+
+    In fractions, for floats lose a small fixed cost beside many queries.
+    """
     at = Fraction(volume)
     p, q = (
         min(of, key=lambda x: Fraction(x.fixed_usd_a_month) + at * Fraction(x.usd_a_query))

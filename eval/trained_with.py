@@ -37,7 +37,7 @@ _SHOWN = 40
 def warn_of_other_training(config: Recipe, weights: Weights, system: str) -> None:
     """Logs the options in which a run's own recipe differs from the one at hand, in one line.
 
-    A system that borrows another's weights, as CacheBlend does Standard RAG's, was not trained for.
+    Of a system that borrows another's weights, as CacheBlend does Standard RAG's, nothing is said.
     """
     trained = run_recipe(weights.run) if weights.run is not None else None
     if trained is None or trained.train.system != system:
